@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from urllib.request import urlopen
 from tandem.deploy.bench.sse_client import HttpError, get_json
 from tandem.deploy.launch.cluster_plan import PROGRAM, count_gpus
 from tandem.deploy.redis_server import RedisServer, free_port
+from tandem.router.metrics.nodes import read_nodes
 
 READY_S, STOP_S = 240.0, 20.0
 Ready = Callable[[], tuple[str, int]]  # waits until a server that was started is ready: its URL, the model's length
@@ -88,8 +88,9 @@ def node_counters(url: str) -> dict[str, float]:
     """Of all nodes together, by name."""
     text = urlopen(f"{url}/metrics", timeout=5).read().decode()
     totals: dict[str, float] = {}
-    for name, value in re.findall(r'^tandem_node_counter{counter="(\w+)".*} (.+)$', text, re.MULTILINE):
-        totals[name] = totals.get(name, 0.0) + float(value)
+    for node in read_nodes(text).values():
+        for name, value in node.figures.items():
+            totals[name] = totals.get(name, 0.0) + value
     return totals
 
 

@@ -3,52 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.deploy.bench.sse_client import get_text
+from tandem.router.metrics import nodes as shown
+from tandem.router.metrics.nodes import NodeReading
 
 STILL_S, MOST_WAIT_S = 0.7, 10.0  # nodes report at each heartbeat, usually half a second; guesses
-CAPACITIES = ("host_capacity", "disk_capacity")
+Cluster = Mapping[str, NodeReading]
 
 
-@dataclass
-class NodeFigures:
-    """One node's `status` and `counters` as in `tandem_node_*` of /metrics; what a node doesn't tell is 0."""
-
-    role: str
-    status: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    counters: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-    @property
-    def capacity_tokens(self) -> float:
-        """Tokens that its pool and the tiers below hold."""
-        below = sum(self.counters[f"tier_{name}"] for name in CAPACITIES)
-        return (self.status["num_blocks"] + below) * self.status["block_size"]
+def capacity_tokens(node: NodeReading) -> float:
+    """Tokens that its pool and the tiers below hold."""
+    blocks = sum(node.figures[name] for name in ("num_blocks", "tier_host_capacity", "tier_disk_capacity"))
+    return blocks * node.figures["block_size"]
 
 
-Cluster = Mapping[str, NodeFigures]
-
-
-async def read_nodes(url: str, api_key: str = "") -> dict[str, NodeFigures]:
+async def read_nodes(url: str, api_key: str = "") -> dict[str, NodeReading]:
     """The figures of each node by node_id. Raises HttpError, OSError, or ValueError for what is no exposition."""
-    nodes: dict[str, NodeFigures] = {}
-    for family in text_string_to_metric_families(await get_text(url, "/metrics", api_key)):
-        for name, labels, value, *_ in family.samples:
-            if not name.startswith("tandem_node_"):
-                continue
-            node = nodes.setdefault(labels["node"], NodeFigures(labels["role"]))
-            if "counter" in labels:
-                node.counters[labels["counter"]] = value
-            else:
-                node.status[name.removeprefix("tandem_node_")] = value
-    return nodes
+    return shown.read_nodes(await get_text(url, "/metrics", api_key))
 
 
-async def read_when_still(url: str, api_key: str = "") -> dict[str, NodeFigures]:
+async def read_when_still(url: str, api_key: str = "") -> dict[str, NodeReading]:
     """What `read_nodes` reads when every node has reported the end of its work; after some seconds in any case."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + MOST_WAIT_S
@@ -62,14 +38,14 @@ async def read_when_still(url: str, api_key: str = "") -> dict[str, NodeFigures]
 
 
 def _work(nodes: Cluster) -> dict[str, tuple[float, float]]:
-    return {name: (node.counters["busy_s"], node.counters["prompt_tokens"]) for name, node in nodes.items()}
+    return {name: (node.figures["busy_s"], node.figures["prompt_tokens"]) for name, node in nodes.items()}
 
 
 def added(before: Cluster, after: Cluster, counter: str) -> dict[str, float]:
     """The growth of a counter, by node_id. A node that came meanwhile counted from 0, one that left is not known any
     more."""
     return {
-        name: node.counters[counter] - (before[name].counters[counter] if name in before else 0.0)
+        name: node.figures[counter] - (before[name].figures[counter] if name in before else 0.0)
         for name, node in after.items()
     }
 

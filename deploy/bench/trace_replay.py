@@ -17,6 +17,7 @@ from tandem.deploy.bench.load import RequestTimes, request_once, summarize
 from tandem.deploy.bench.node_figures import (
     Cluster,
     added,
+    capacity_tokens,
     hits_by_tier,
     imbalance_by_role,
     read_nodes,
@@ -51,7 +52,7 @@ async def _replay(arguments: argparse.Namespace, url: str, requests: Sequence[Tr
     samples = await _ask_all(arguments, url, model, requests)
     duration_s = time.monotonic() - started
     after = await read_when_still(url, key)
-    capacity = sum(node.capacity_tokens for node in after.values()) / arguments.trace_scale
+    capacity = sum(capacity_tokens(node) for node in after.values()) / arguments.trace_scale
     return {
         "url": url,
         "model": model,

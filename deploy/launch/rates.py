@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-_SAMPLE = re.compile(r"^tandem_router_(active_prompts|(?:prompt|output|cached)_tokens_total) (\S+)$", re.MULTILINE)
-COUNTERS = ("output_tokens_total", "prompt_tokens_total", "cached_tokens_total")
+ACTIVE = "tandem_router_active_prompts"
+COUNTERS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "tandem_router_cached_tokens_total")
+_SAMPLE = re.compile(rf"^({'|'.join((ACTIVE, *COUNTERS))})(?:{{.*}})? (\S+)$", re.MULTILINE)
 
 
 class Rates:
@@ -21,11 +22,11 @@ class Rates:
         read = {name: float(value) for name, value in _SAMPLE.findall(metrics)}
         before, passed_s = self._before, now - self._read_at
         self._before, self._read_at = read, now
-        if not before or not {"active_prompts", *COUNTERS} <= read.keys() & before.keys() or passed_s <= 0:
+        if not before or not {ACTIVE, *COUNTERS} <= read.keys() & before.keys() or passed_s <= 0:
             return ""
         # A router that started again counts from nothing.
         output, prompt, cached = (max(0.0, read[name] - before[name]) for name in COUNTERS)
-        active = int(read["active_prompts"])
+        active = int(read[ACTIVE])
         if not active and not output:
             return ""
         share = f", {cached / prompt:.0%} of them cached" if prompt else ""

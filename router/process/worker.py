@@ -29,12 +29,12 @@ from tandem.router.http.app import make_app
 from tandem.router.http.http_protocol import HttpLimits
 from tandem.router.media.processor import MediaProcessor
 from tandem.router.media.reader import MediaReader, parse_limits
+from tandem.router.metrics.router_metrics import RouterMetrics
 from tandem.router.nodes.adapters import parse_modules
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.nodes.discovery import NodeDiscovery
 from tandem.router.placing.siblings import Seat, Siblings
 from tandem.router.process.server import Server, max_connections
-from tandem.router.requests.metrics import RouterMetrics
 from tandem.router.requests.service import CompletionService
 from tandem.router.text.privacy import Privacy
 from tandem.router.text.tokenizer import Tokenizer
@@ -94,7 +94,11 @@ class Worker:
         cluster = Cluster(
             self._options, self._cluster_keys, self.info, sources.directory, siblings, self._tokenizer_digest
         )
-        metrics = RouterMetrics(lambda: cluster.views, lambda: {**cluster.counters(), **sources.counters()})
+        metrics = RouterMetrics(
+            lambda: cluster.views,
+            lambda: {**cluster.counters(), **sources.counters()},
+            lambda: "" if cluster.facts is None else cluster.facts.name,
+        )
         self.service = service = CompletionService(
             self._options,
             cluster,

@@ -14,6 +14,7 @@ from tandem.engine.contracts.errors import NodeFailedError, NoNodeError, TandemE
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.requests import Cancel, Tokens
 from tandem.engine.process.process_log import RateLimited
+from tandem.router.metrics.router_metrics import RouterMetrics
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.nodes.link import RequestMessage
 from tandem.router.nodes.orphans import Orphans
@@ -29,7 +30,6 @@ from tandem.router.requests.actions import (
     SendToNode,
 )
 from tandem.router.requests.generation import Generation
-from tandem.router.requests.metrics import RouterMetrics
 from tandem.router.requests.placing import find_nodes
 from tandem.router.requests.token_times import TokenTimes
 
@@ -223,17 +223,23 @@ class Dispatcher:
 
     def _count(self, placed: _CountPlaced) -> None:
         if placed.is_first:
-            self._metrics.queue_s.observe(placed.queue_s)
+            self._metrics.model.queue_s.observe(placed.queue_s)
         else:
             self._metrics.retries.inc()
         self._metrics.placements.labels(placed.reason).inc()
 
     def _end(self, generation: Generation, outcome: Finish | Fail) -> None:
         machine = generation.machine
-        self._metrics.e2e_s.observe(self._clock() - generation.started_at)
+        model = self._metrics.model
+        model.e2e_s.observe(self._clock() - generation.started_at)
+        model.prompt_length.observe(generation.plan.num_prompt_tokens)
+        model.output_length.observe(sum(sample.num_tokens for sample in generation.samples))
         self._metrics.cached_tokens.inc(machine.num_cached_tokens)
         if isinstance(outcome, Finish):
             self._metrics.ends.labels("finished").inc()
+            for sample in generation.samples:
+                if sample.finish_reason is not None:  # None: of a pooled prompt
+                    model.success[sample.finish_reason].inc()
             generation.listener.finished(generation.prompt_index)
         else:
             error = outcome.error

@@ -16,12 +16,12 @@ from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.process.process_log import RateLimited
 from tandem.router.access.api_keys import Tenant
 from tandem.router.media.reader import MediaReader
+from tandem.router.metrics.router_metrics import RouterMetrics
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.placing.placement import PlacementRequest
 from tandem.router.placing.policies import Choice
 from tandem.router.requests.dispatcher import Dispatcher
 from tandem.router.requests.generation import Generation, GenerationFactory, GenerationListener
-from tandem.router.requests.metrics import RouterMetrics
 from tandem.router.requests.rebalancer import Rebalancer
 from tandem.router.structured.answer import answer_of
 from tandem.router.structured.checker import GrammarChecker
@@ -191,7 +191,7 @@ class CompletionService:
         try:
             for generation in generations:
                 self._dispatcher.start(generation)
-                self.metrics.prompt_tokens.inc(generation.plan.num_prompt_tokens)
+                self.metrics.model.prompt_tokens.inc(generation.plan.num_prompt_tokens)
         except Exception:  # our own fault: nobody listens, so nothing of it may go on
             self.abort(generations, TandemError("the request could not be started"))
             raise

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tandem.router.metrics.router_metrics import RouterMetrics
 from tandem.router.requests.generation import Generation
-from tandem.router.requests.metrics import RouterMetrics
 
 
 class TokenTimes:
@@ -22,7 +22,7 @@ class TokenTimes:
     def count(self, generation: Generation, sample_index: int, num_tokens: int) -> None:
         if generation.first_token_at is None:
             generation.first_token_at = self._now
-            self._metrics.ttft_s.observe(self._now - generation.started_at)
+            self._metrics.model.ttft_s.observe(self._now - generation.started_at)
         previous = generation.last_token_at[sample_index]
         if previous:
             gap_s = self._now - previous
@@ -34,4 +34,4 @@ class TokenTimes:
         self._num_tokens += num_tokens
 
     def end(self) -> None:
-        self._metrics.observe_step(self._gaps_s, self._num_tokens)
+        self._metrics.model.observe_step(self._gaps_s, self._num_tokens)

@@ -42,7 +42,7 @@ def test_a_draining_node_gives_its_streams_away(cluster: RealCluster) -> None:
     cluster.wait_until_whole()
 
     def num_moved_by_a_drain() -> float:
-        before = cluster.router_metric("migration_pause_s_count")
+        before = cluster.router_metric("migration_pause_seconds_count")
         streams = [stream(cluster, random_prompt(80 + 10 * i, seed=63 + i)) for i in range(3)]
         streams += [stream(cluster, prompt, **SEEDED), stream(cluster, random_prompt(90, seed=62), n=4, **SEEDED)]
         for each in streams:
@@ -56,6 +56,6 @@ def test_a_draining_node_gives_its_streams_away(cluster: RealCluster) -> None:
         assert results[3:] == [alone, four]
         cluster.wait_until_ready(3)
         cluster.wait_until_whole()
-        return cluster.router_metric("migration_pause_s_count") - before
+        return cluster.router_metric("migration_pause_seconds_count") - before
 
     assert any(num_moved_by_a_drain() > 0 for _ in range(3)), "each time they ended before they could move"

@@ -23,7 +23,7 @@ def num_moved(router: RouterInThread) -> int:
     """Streams that have gone on at another node. The nodes count less: a stream may go on, and be cancelled where it
     was, before its new node's commit has come there."""
     found = re.search(
-        r"^tandem_router_migration_pause_s_count (\S+)$", router.client.get("/metrics").text, re.MULTILINE
+        r"^tandem_router_migration_pause_seconds_count (\S+)$", router.client.get("/metrics").text, re.MULTILINE
     )
     return int(float(found[1])) if found else 0
 

@@ -14,6 +14,7 @@ from waiting import wait_until
 from in_process_cluster import Node, node_options
 from tandem.engine.contracts.config import Timeouts
 from tandem.node.profiling import profiler
+from tandem.router.metrics.nodes import read_nodes
 from tiny_models import check_greedy, random_prompt, tiny_model
 
 
@@ -100,8 +101,8 @@ def test_metrics_have_the_cheap_figures(router: RouterInThread) -> None:
     complete(router, 6)
 
     def counter(name: str) -> float:
-        lines = router.client.get("/metrics").text.splitlines()
-        return float(next(line for line in lines if f'counter="{name}"' in line).split()[-1])
+        (node,) = read_nodes(router.client.get("/metrics").text).values()
+        return node.figures[name]
 
     wait_until(lambda: counter("steps_read") >= 6 and counter("kv_used_share") == 0, "a status of after the request")
     steps = counter("steps_read")

@@ -8,7 +8,7 @@ from typing import Any
 from waiting import wait_until
 
 from real_cluster import RealCluster
-from tandem.deploy.bench.node_figures import hits_by_tier, read_when_still
+from tandem.deploy.bench.node_figures import capacity_tokens, hits_by_tier, read_when_still
 from tiny_models import check_greedy, random_prompt, tiny_model
 
 BLOCK = 16
@@ -44,11 +44,10 @@ def test_the_second_prefill_node_pulls_what_the_first_computed() -> None:
         assert f"prompt={idle['node_id']}" in answer.headers["x-tandem-placement"]
         assert f"fetched={len(PREFIX)} from=" in answer.headers["x-tandem-placement"]
         assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(PREFIX)
-        wait_until(lambda: cluster.counter("pull_completed") == 1, "the nodes to report")
-        assert cluster.counter("pull_tokens") == len(PREFIX)
-        assert cluster.counter("pull_served_blocks") == len(PREFIX) // BLOCK
+        for name, value in (("completed", 1), ("tokens", len(PREFIX)), ("served_blocks", len(PREFIX) // BLOCK)):
+            wait_until(lambda name=name, value=value: cluster.counter(f"pull_{name}") == value, f"reports of {name}")
         figures = asyncio.run(read_when_still(cluster.url))
         assert hits_by_tier({}, figures) == {"gpu": 0, "cpu": 0, "disk": 0, "peer": len(PREFIX)}
-        assert all(node.counters["busy_s"] > 0 for node in figures.values())
-        assert all(node.capacity_tokens > 256 * BLOCK for node in figures.values()), "pool and host tier"
+        assert all(node.figures["busy_s"] > 0 for node in figures.values())
+        assert all(capacity_tokens(node) > 256 * BLOCK for node in figures.values()), "pool and host tier"
         cluster.wait_until_whole()

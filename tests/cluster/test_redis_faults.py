@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from waiting import PATIENCE_S, wait_until
 from real_cluster import RealCluster
 from redis_process import RedisProcess, running_redis
 from tandem.kv_connector.directory.records import KeySpace
+from tandem.router.metrics.nodes import read_nodes
 from tiny_models import random_prompt, tiny_model
 
 NUM_TOKENS = 6
@@ -69,9 +69,8 @@ def load(cluster: RealCluster) -> Iterator[Callable[[], int]]:
 
 
 def blocks_that_nodes_publish(cluster: RealCluster) -> int:
-    lines = re.findall(r'^tandem_node_counter{counter="directory_blocks".*} (.+)$', cluster.metrics(), re.MULTILINE)
-    assert len(lines) == 2
-    return int(sum(map(float, lines)))
+    assert len(read_nodes(cluster.metrics())) == 2
+    return int(cluster.counter("directory_blocks"))
 
 
 def blocks_in_redis(server: RedisProcess) -> int:

@@ -18,6 +18,8 @@ import psutil
 from waiting import PATIENCE_S, wait_until
 
 from tandem.deploy.redis_server import free_port
+from tandem.router.metrics.catalog import UNKNOWN
+from tandem.router.metrics.nodes import read_nodes
 
 TINY = ("--block-size", "16", "--hash-block-size", "16", "--num-blocks", "256", "--num-threads", "1")
 EAGER = ("--local-tail-tokens", "0", "--heartbeat-s", "0.2", "--peer-lost-s", "20")
@@ -134,13 +136,13 @@ class RealCluster:
 
     def counter(self, name: str) -> float:
         """Sum of a counter over all nodes."""
-        lines = re.findall(rf'^tandem_node_counter{{counter="{name}".*}} (.+)$', self.metrics(), re.MULTILINE)
-        return sum(float(value) for value in lines)
+        nodes = read_nodes(self.metrics()).values()
+        assert all(name in node.figures for node in nodes), f"no node reports {name}"
+        return sum(node.figures[name] for node in nodes)
 
     def by_node(self, name: str, role: str) -> dict[str, float]:
         """A figure of each node of that role, by the node's id."""
-        pattern = rf'^tandem_node_{name}{{node="(.+?)",role="{role}"}} (.+)$'
-        return {node: float(value) for node, value in re.findall(pattern, self.metrics(), re.MULTILINE)}
+        return {node: of.figures[name] for node, of in read_nodes(self.metrics()).items() if of.role == role}
 
     def router_metric(self, name: str) -> float:
         """A counter or histogram part of the router: its sum over labels."""
@@ -148,17 +150,15 @@ class RealCluster:
         return sum(map(float, lines))
 
     def metrics(self) -> str:
-        return self.client.get("/metrics").text
+        text = self.client.get("/metrics").text
+        assert UNKNOWN not in text, "a node reports what router/metrics/catalog.py does not list"
+        return text
 
     def used_blocks(self) -> float:
         """Blocks that are not free, over all nodes that the router knows."""
-
-        def total(name: str) -> float:
-            values = re.findall(rf"^tandem_node_{name}{{.*}} (.+)$", self.metrics(), re.MULTILINE)
-            assert values, f"no metric tandem_node_{name}"
-            return sum(map(float, values))
-
-        return total("num_blocks") - total("num_free_blocks")
+        nodes = read_nodes(self.metrics()).values()
+        assert nodes, "the router shows no node"
+        return sum(node.figures["num_blocks"] - node.figures["num_free_blocks"] for node in nodes)
 
     def wait_until_whole(self, within_s: float = PATIENCE_S) -> None:
         wait_until(lambda: self.used_blocks() == 0, "every block to be free again", within_s)

@@ -154,6 +154,6 @@ class Campaign:
         assert self.load.ends["result"], "nothing was served between the moments"
         self.cluster.wait_until_ready(self.num_nodes, within_s=self.restart_s)
         self.cluster.wait_until_whole()
-        moved = self.cluster.router_metric("migration_pause_s_count")
+        moved = self.cluster.router_metric("migration_pause_seconds_count")
         pulled, restored = self.cluster.counter("pull_completed"), self.cluster.counter("tier_loaded_bytes")
         print(f"since each node's last start: {moved:g} sequences moved, {pulled:g} pulls, {restored:g} bytes restored")

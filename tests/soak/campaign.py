@@ -187,7 +187,7 @@ class _Run:
         self._compare_levels(first)
         names = ("pull_completed", "tier_loaded_bytes", "tier_disk_hits", "tier_disk_dropped")
         self._summary.counters = {name: cluster.counter(name) for name in names}
-        self._summary.counters["moved"] = cluster.router_metric("migration_pause_s_count")
+        self._summary.counters["moved"] = cluster.router_metric("migration_pause_seconds_count")
         self._check_segments()
 
     def _hurt(self, clients: Clients) -> None:

@@ -14,7 +14,7 @@ from router_in_thread import VOCAB_SIZE, RouterInThread, make_tokenizer_folder
 from redis_process import running_redis
 from stand_in_node import StandInNode
 from tandem.deploy.bench.load import RequestTimes
-from tandem.deploy.bench.node_figures import NodeFigures, hits_by_tier, imbalance_by_role
+from tandem.deploy.bench.node_figures import NodeReading, hits_by_tier, imbalance_by_role
 from tandem.deploy.bench.redis_channel import RedisChannel
 from tandem.deploy.bench.simulated.cache import TieredCache
 from tandem.deploy.bench.simulated.cluster import Simulation
@@ -307,9 +307,9 @@ def test_goodput_is_what_meets_both_targets() -> None:
 
 
 def test_hits_by_tier_are_what_nodes_counted_meanwhile() -> None:
-    def node(role: str, cached: int, host: int, disk: int, pulled: int) -> NodeFigures:
+    def node(role: str, cached: int, host: int, disk: int, pulled: int) -> NodeReading:
         counters = {"cached_tokens": cached, "tier_host_hit_tokens": host, "tier_disk_hit_tokens": disk}
-        return NodeFigures(role, counters=defaultdict(float, counters, pull_tokens=pulled))
+        return NodeReading(role, defaultdict(float, counters, pull_tokens=pulled))
 
     before = {"p": node("prefill", 100, 10, 0, 5)}
     after = {"p": node("prefill", 400, 60, 20, 45), "new": node("prefill", 30, 0, 0, 30)}

@@ -123,8 +123,8 @@ def test_the_summary_says_what_a_person_asks_first() -> None:
 def metrics(active: int, output: int, prompt: int, cached: int) -> str:
     return (
         f"# HELP tandem_router_active_prompts x\ntandem_router_active_prompts {active}.0\n"
-        f"tandem_router_output_tokens_total {output}.0\ntandem_router_output_tokens_created 1.7e+09\n"
-        f"tandem_router_prompt_tokens_total {prompt}.0\ntandem_router_cached_tokens_total {cached}.0\n"
+        f'vllm:generation_tokens_total{{model_name="m"}} {output}.0\nvllm:other_tokens_total 7.0\n'
+        f'vllm:prompt_tokens_total{{model_name="m"}} {prompt}.0\ntandem_router_cached_tokens_total {cached}.0\n'
     )
 
 

@@ -263,9 +263,9 @@ def test_state_and_metrics(router: RouterInThread, node: StandInNode) -> None:
     assert router.client.get("/version").json() == {"version": version()} == {"version": tandem.__version__}
     assert router.client.get("/ready").json()["nodes"] == [{"node_id": node.node_id, "role": "unified"}]
     text = router.client.get("/metrics").text
-    assert f'tandem_node_num_blocks{{node="{node.node_id}",role="unified"}} 1000.0' in text
-    for name in ("ttft_s", "itl_s", "e2e_s", "queue_s"):
-        assert f"tandem_router_{name}_bucket" in text
+    assert f'tandem_node_kv_blocks{{node="{node.node_id}",role="unified"}} 1000.0' in text
+    for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time"):
+        assert f"vllm:{name}_seconds_bucket" in text
     assert 'tandem_router_prompts_ended_total{outcome="finished"}' in text
 
 
@@ -284,10 +284,15 @@ def test_token_metrics_count_every_token_once(router: RouterInThread) -> None:
     before = figures()
     complete(router, max_tokens=6, n=2, ignore_eos=True)
     gained = {name: value - before.get(name, 0.0) for name, value in figures().items()}
-    assert gained["tandem_router_output_tokens_total"] == 12
-    assert gained["tandem_router_itl_s_count"] == gained['tandem_router_itl_s_bucket{le="+Inf"}'] == 10
-    assert 0 < gained["tandem_router_itl_s_sum"] < 10
-    assert (gained["tandem_router_ttft_s_count"], gained["tandem_router_e2e_s_count"]) == (1, 1)
+    model = '{model_name="stand-in"}'
+    assert gained[f"vllm:generation_tokens_total{model}"] == gained[f"vllm:request_generation_tokens_sum{model}"] == 12
+    assert gained[f"vllm:request_prompt_tokens_sum{model}"] == gained[f"vllm:prompt_tokens_total{model}"] > 0
+    itl = gained['vllm:inter_token_latency_seconds_bucket{le="+Inf",model_name="stand-in"}']
+    assert itl == gained[f"vllm:inter_token_latency_seconds_count{model}"] == 10
+    assert 0 < gained[f"vllm:inter_token_latency_seconds_sum{model}"] < 10
+    assert gained[f"vllm:time_to_first_token_seconds_count{model}"] == 1
+    assert gained[f"vllm:e2e_request_latency_seconds_count{model}"] == 1
+    assert gained['vllm:request_success_total{finished_reason="length",model_name="stand-in"}'] == 2
 
 
 def test_paths_and_methods_that_are_not_there(router: RouterInThread) -> None:

@@ -174,7 +174,7 @@ def test_two_workers_share_the_port_and_are_replaced(
             send(peer, message)
 
         monkeypatch.setattr(node, "_send", with_garbage)
-        wait_until(lambda: figure("undecodable_messages") == "6.0", "what each of the workers could not read")
+        wait_until(lambda: figure("undecodable_messages_total") == "6.0", "what each of the workers could not read")
         assert figure("nodes_known") == "1.0", "they know the same one"
         victim = min(first)
         os.kill(victim, signal.SIGKILL)

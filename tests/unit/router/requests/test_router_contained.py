@@ -261,7 +261,7 @@ async def test_a_socket_that_cannot_be_made_leaves_nothing(few_descriptors: Call
 
 
 def figure(metrics: str, name: str) -> float:
-    line = next(line for line in metrics.splitlines() if line.startswith(f"tandem_router_{name} "))
+    line = next(line for line in metrics.splitlines() if line.startswith(f"tandem_router_{name}_total "))
     return float(line.split()[1])
 
 

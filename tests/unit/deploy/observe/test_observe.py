@@ -1,0 +1,101 @@
+"""Alert rules, dashboard and the list of metrics: each name exists, and Prometheus' own tool takes them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tandem.deploy.cli import main
+from tandem.deploy.observe.names import asked_for, node_families, router_families, series
+from tandem.deploy.observe.write import RULES, alerts, files
+from tandem.engine.contracts.wire.connection import Status
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.router.metrics.catalog import NODE_METRICS
+from tandem.router.metrics.nodes import read_nodes
+from tandem.router.metrics.router_metrics import FIGURES, RouterMetrics
+from tandem.router.placing.view import NodeView
+
+PROMTOOL = shutil.which("promtool")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+
+
+def metrics_of_a_cluster() -> RouterMetrics:
+    """Of a router with a node that reports all there is."""
+    fields = set(Status.__struct_fields__)
+    of_status = {metric.key: 3.0 for metric in NODE_METRICS if metric.key in fields}
+    counters = {metric.key: 2.0 for metric in NODE_METRICS if metric.key not in fields}
+    info = NodeInfo(node_id="d0", epoch=1, role="decode", model_name="m")
+    status = Status(node_id="d0", epoch=1, counters={**counters, "of_tomorrow": 7.0}, **of_status)
+    view = NodeView(info, status)
+    return RouterMetrics(lambda: [view], lambda: dict.fromkeys(FIGURES, 1.0), lambda: "m")
+
+
+def test_what_is_listed_is_shown() -> None:
+    text = metrics_of_a_cluster().exposition().decode()
+    shown = set(re.findall(r"^([\w:]+)[ {]", text, re.MULTILINE))
+    of_labels = {f"tandem_router_{name}_total" for name in ("responses", "prompts_ended", "placements")}  # none so far
+    assert series() - shown == of_labels
+    assert shown - series() == {"tandem_node_unlisted"}
+
+
+def test_what_is_shown_can_be_read_back() -> None:
+    node = read_nodes(metrics_of_a_cluster().exposition().decode())["d0"]
+    assert node.role == "decode"
+    assert {metric.key for metric in NODE_METRICS} | {"of_tomorrow"} == node.figures.keys()
+    assert (node.figures["num_running"], node.figures["tier_host_blocks"], node.figures["of_tomorrow"]) == (3, 2, 7)
+
+
+def test_a_name_means_one_thing() -> None:
+    assert len({metric.key for metric in NODE_METRICS}) == len(NODE_METRICS)
+    assert len({(metric.family, metric.value) for metric in NODE_METRICS}) == len(NODE_METRICS)
+    assert len({(metric.family, metric.kind, metric.text, metric.label) for metric in NODE_METRICS}) == len(
+        {metric.family for metric in NODE_METRICS}
+    )
+    names = [family.name for family in (*router_families(), *node_families())]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
+def test_made_files_are_as_they_would_be_made(path: Path) -> None:
+    assert path.read_text() == files()[path], "run: python -m tandem.deploy.observe.write"
+
+
+def test_alerts_ask_for_metrics_and_options_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help=all"])
+    options = set(OPTION.findall(capsys.readouterr().out))
+    for rule in alerts():
+        asked = asked_for(rule["expr"])
+        assert asked, rule["alert"]
+        said = " ".join(rule["annotations"].values())
+        assert asked | asked_for(said) <= series(), rule["alert"]
+        assert set(OPTION.findall(said)) <= options, rule["alert"]
+        assert rule["annotations"]["runbook"] == f"docs/alerts.md#{rule['alert'].lower()}"
+
+
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    dashboard = json.loads(RULES.with_name("grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    assert len(queries) > 30
+    assert all(asked_for(query) and asked_for(query) <= series() for query in queries)
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool comes with Prometheus, which isn't installed")
+def test_prometheus_takes_them() -> None:
+    def promtool(*command: str, stdin: bytes = b"") -> str:
+        assert PROMTOOL is not None
+        ran = subprocess.run([PROMTOOL, *command], input=stdin, capture_output=True, timeout=60)
+        return (ran.stdout + ran.stderr).decode()
+
+    assert "SUCCESS" in promtool("check", "rules", str(RULES))
+    assert "SUCCESS" in promtool("test", "rules", str(RULES.with_name("alerts_test.yml")))
+    complaints = promtool("check", "metrics", stdin=metrics_of_a_cluster().exposition()).splitlines()
+    assert complaints, "vLLM's names have a colon"
+    assert all(re.fullmatch(r"vllm:\w+ metric names should not contain ':'", complaint) for complaint in complaints)
