@@ -11,7 +11,6 @@ from tandem.engine.adapters.adapter_files import AdapterFiles, read_adapter
 from tandem.engine.adapters.layout import MOST_PARTS, AdapterLayout, Projection
 from tandem.engine.contracts.errors import AdapterError
 from tandem.engine.contracts.model_config import ModelConfig
-from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.parallel.sharding import Cut, Shard
 
 
@@ -53,9 +52,6 @@ class AdapterLoader:
         if not words.isfinite().all():
             raise AdapterError(f"{files.weights} holds numbers that are not finite in {self._dtype}")
         return HostAdapter(files.digest, words, ranks)
-
-    def load_ref(self, ref: AdapterRef) -> HostAdapter:
-        return self.load(ref.path, ref.digest)
 
     def _fill(
         self, files: AdapterFiles, stored: safe_open, projection: Projection, words: torch.Tensor, ranks: torch.Tensor

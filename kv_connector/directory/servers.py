@@ -60,10 +60,6 @@ class RedisAddress:
     options: dict[str, Any]
     sentinel_options: dict[str, Any]
 
-    @property
-    def tls(self) -> bool:
-        return bool(self.options.get("ssl"))
-
 
 def parse_redis_url(url: str) -> RedisAddress:
     """Parses a URL. Raises ConfigError that says what is wrong without repeating passwords."""

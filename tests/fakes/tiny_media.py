@@ -8,11 +8,20 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from tandem.engine.contracts.wire.media import MediaItem, with_spans
+from tandem.engine.contracts.wire.media import MediaItem, digest_ids
 
 PLACEHOLDER = 500
+
+
+def with_spans(token_ids: npt.NDArray[np.int32], media: Sequence[MediaItem]) -> npt.NDArray[np.int32]:
+    """A prompt with the ids of its items' spans put in."""
+    spanned = token_ids.copy()
+    for item in media:
+        spanned[item.start : item.end] = digest_ids(item.digest, item.length)
+    return spanned
 
 
 @dataclass(frozen=True)

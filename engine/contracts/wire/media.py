@@ -81,14 +81,6 @@ def digest_ids(digest: bytes, length: int) -> npt.NDArray[np.int32]:
     return (-np.resize(words, length).astype(np.int64) - 1).astype(np.int32)
 
 
-def with_spans(token_ids: npt.NDArray[np.int32], media: Sequence[MediaItem]) -> npt.NDArray[np.int32]:
-    """A prompt with the ids of its items' spans put in."""
-    spanned = token_ids.copy()
-    for item in media:
-        spanned[item.start : item.end] = digest_ids(item.digest, item.length)
-    return spanned
-
-
 def problem_of_media(media: Sequence[MediaItem], token_ids: npt.NDArray[np.int32]) -> str:
     """The reason why these can't be the items of a prompt with these ids, int32 [num_tokens]; "" when they can."""
     end = num_negative = 0

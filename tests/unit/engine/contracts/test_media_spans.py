@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+from tiny_media import with_spans
 
 from tandem.engine.contracts.hashing import hash_prompt
 from tandem.engine.contracts.sampling_params import SamplingParams
@@ -15,7 +16,6 @@ from tandem.engine.contracts.wire.media import (
     MediaTensor,
     digest_ids,
     problem_of_media,
-    with_spans,
 )
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.node.submit_check import problem_of

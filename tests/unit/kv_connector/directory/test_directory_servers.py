@@ -221,7 +221,7 @@ async def test_a_user_with_rights_to_its_namespace_only(caplog: pytest.LogCaptur
 
 def test_urls_of_one_server_keep_what_they_say() -> None:
     one = parse_redis_url("rediss://u:p%40@h:1/2?ssl_ca_certs=/ca")
-    assert (one.kind, one.tls) == ("single", True)
+    assert (one.kind, one.options["ssl"]) == ("single", True)
     assert one.options["ssl_ca_certs"] == "/ca"
     assert [one.options[name] for name in ("host", "port", "db", "username", "password")] == ["h", 1, 2, "u", "p@"]
     assert parse_redis_url("unix:///tmp/redis.sock?db=3").options == {"path": "/tmp/redis.sock", "db": 3} | {
