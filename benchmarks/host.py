@@ -119,7 +119,7 @@ class Node:
         begin = time.thread_time()
         for index, submit in enumerate(submits):
             self.logic.on_control(Received(router_key(index % NUM_ROUTERS), submit), 0.0)
-        while self.logic.scheduler.state.waiting:
+        while self.logic.scheduler.state.queues.waiting:
             self.step(lambda *_: None)
         return time.thread_time() - begin
 

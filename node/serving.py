@@ -144,7 +144,7 @@ class ServingNode:
         if not known and self.draining:
             self.book.refuse(router, submit, "draining", "the node is draining", retryable=True)
             return
-        if not known and self.scheduler.state.num_waiting >= self.max_queue:
+        if not known and len(self.scheduler.state.queues.waiting) >= self.max_queue:
             self.book.refuse(router, submit, "overloaded", "the node's queue is full", retryable=True)
             return
         if not known and submit.adapter is not None and found.adapter is None:
@@ -226,7 +226,7 @@ class ServingNode:
             "preemptions": float(self.scheduler.state.num_preemptions),
             "prompt_tokens": float(self.scheduler.state.num_prompt_tokens),
             "cached_tokens": float(self.scheduler.state.num_cached_tokens),
-            **self.scheduler.state.adapters.counters(),
+            **self.scheduler.state.queues.adapters.counters(),
             **self.handoffs.counters(),
             **self.departures.counters.as_dict(),
         }
@@ -234,13 +234,14 @@ class ServingNode:
     def status(self, counters: Mapping[str, float]) -> Status:
         """The node's status. `counters` are those of the process around this logic."""
         all_counters = {**self.counters(), **counters}
+        queues = self.scheduler.state.queues
         fetch_s_per_token, fetch_s_per_token_from = self.handoffs.puller.fetch_rates()
         return Status(
             node_id=self.info.node_id,
             epoch=self.info.epoch,
-            num_running=self.scheduler.state.num_running,
-            num_waiting=self.scheduler.state.num_waiting,
-            num_waiting_tokens=self.scheduler.state.num_waiting_tokens,
+            num_running=len(queues.running),
+            num_waiting=len(queues.waiting),
+            num_waiting_tokens=queues.num_waiting_tokens,
             num_free_blocks=self.pool.num_free,
             num_blocks=self.pool.num_blocks,
             block_size=self.scheduler.state.kv.block_size,

@@ -29,8 +29,61 @@ def _sort_key(request: Request) -> tuple[int, int, int]:
     return request.sort_key
 
 
+class Queues:
+    """Who waits and who runs, each in the order of `Request.sort_key`, and the slots of those who run."""
+
+    def __init__(self, num_slots: int, num_adapter_slots: int) -> None:
+        self.num_slots = num_slots
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.free_slots = list(range(num_slots - 1, -1, -1))
+        self.adapters = AdapterSlots(num_adapter_slots)
+
+    def wait(self, request: Request) -> None:
+        bisect.insort(self.waiting, request, key=_sort_key)
+
+    def put_first(self, request: Request) -> None:
+        """Moves a request that has waited long enough before all others that wait."""
+        self.waiting.remove(request)
+        request.is_aged = True
+        self.wait(request)
+
+    def run(self, request: Request) -> None:
+        """Gives a request that is in no queue a slot. The caller knows that there is one, for its adapter too."""
+        request.state = RequestState.RUNNING
+        request.slot = self.free_slots.pop()
+        request.adapter_slot = self.adapters.take(request.prompt.adapter)
+        bisect.insort(self.running, request, key=_sort_key)
+
+    def leave(self, request: Request) -> None:
+        if request.state is RequestState.RUNNING:
+            self.running.remove(request)
+            self.free_slots.append(request.slot)
+            request.slot = -1
+            self.adapters.release(request.prompt.adapter)
+            request.adapter_slot = 0
+        else:
+            self.waiting.remove(request)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens accepted whose KV is not computed by any launched step."""
+        return sum(max(0, r.num_tokens - r.num_computed_tokens) for r in (*self.waiting, *self.running))
+
+    def check_integrity(self, requests: Sequence[Request]) -> None:
+        """Raises AssertionError unless just `requests` are in the queues, in order, and each slot is one's or free."""
+        slots = [request.slot for request in self.running]
+        assert sorted(slots + self.free_slots) == list(range(self.num_slots)), "a slot is lost or shared"
+        self.adapters.check_integrity([request.prompt.adapter for request in self.running])
+        queued = [*self.running, *self.waiting]
+        assert len(requests) == len(queued), "a request is in no queue, or in two"
+        assert {id(request) for request in requests} == {id(request) for request in queued}
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=_sort_key), "a queue is out of order"
+
+
 class SchedulerState:
-    """The books themselves. `waiting` and `running` are in the order of `Request.sort_key`. Lengths are in tokens."""
+    """The books themselves. Lengths are in tokens."""
 
     def __init__(
         self,
@@ -66,11 +119,8 @@ class SchedulerState:
         self.connector = connector
         self.prompt_order = prompt_order or ArrivalOrder()
         self.tiers: LowerTiers = NoTiers() if tiers is None else tiers
-        self.adapters = AdapterSlots(num_adapter_slots)
+        self.queues = Queues(options.max_num_seqs, num_adapter_slots)
         self.step_times = StepTimes()  # measured when the device is warm
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
-        self.free_slots = list(range(options.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
         self.num_faults = 0  # requests that were given up
         self.num_prompt_tokens = self.num_cached_tokens = 0  # of prompts that started here; found in any cache
@@ -186,41 +236,29 @@ class SchedulerState:
         self.prompt_order.arrived(request)
         request.waiting_since = self.clock.now()
         request.state = RequestState.WAITING
-        bisect.insort(self.waiting, request, key=_sort_key)
+        self.queues.wait(request)
 
     # --- moving ---------------------------------------------------------------------------------------------
 
     def enter_batch(self, request: Request) -> None:
         """Moves a request from the waiting queue into a slot."""
-        self.waiting.remove(request)
-        self._run(request)
+        self.queues.leave(request)
+        self.queues.run(request)
 
     def fork_into_batch(self, child: Request) -> None:
         """Puts a new child into a slot beside its parent's."""
         self._requests[child.key].append(child)
-        self._run(child)
-
-    def _run(self, request: Request) -> None:
-        request.state = RequestState.RUNNING
-        request.slot = self.free_slots.pop()
-        request.adapter_slot = self.adapters.take(request.prompt.adapter)
-        bisect.insort(self.running, request, key=_sort_key)
+        self.queues.run(child)
 
     def preempt(self, request: Request) -> None:
         """Takes its blocks from a request; its tokens in flight still land, then it starts over from what is cached."""
-        self._leave_queues(request)
+        self.queues.leave(request)
         self.kv.release(request)
         request.state = RequestState.PREEMPTED
         request.num_preemptions += 1
         self.num_preemptions += 1
         request.waiting_since = self.clock.now()
-        bisect.insort(self.waiting, request, key=_sort_key)
-
-    def put_first(self, request: Request) -> None:
-        """Moves a request that has waited long enough before all others that wait."""
-        self.waiting.remove(request)
-        request.is_aged = True
-        bisect.insort(self.waiting, request, key=_sort_key)
+        self.queues.wait(request)
 
     # --- leaving --------------------------------------------------------------------------------------------
 
@@ -249,7 +287,7 @@ class SchedulerState:
         siblings.remove(request)
         if not siblings:
             del self._requests[request.key]
-        self._leave_queues(request)
+        self.queues.leave(request)
         self._end(request)
 
     def fail(self, request: Request, code: str, text: str, retryable: bool = False) -> list[Request]:
@@ -282,16 +320,6 @@ class SchedulerState:
         if connector is None or not connector.request_finished(request, block_ids):
             self.pool.free(block_ids, request.last_step)
 
-    def _leave_queues(self, request: Request) -> None:
-        if request.state is RequestState.RUNNING:
-            self.running.remove(request)
-            self.free_slots.append(request.slot)
-            request.slot = -1
-            self.adapters.release(request.prompt.adapter)
-            request.adapter_slot = 0
-        else:
-            self.waiting.remove(request)
-
     def take_events(self) -> list[EngineEvent]:
         """Events since the last call, those of planning and entering included."""
         events, self.events = self.events, []
@@ -300,23 +328,11 @@ class SchedulerState:
     # --- counts and checks ----------------------------------------------------------------------------------
 
     @property
-    def num_running(self) -> int:
-        return len(self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Tokens accepted whose KV is not computed by any launched step."""
-        return sum(max(0, r.num_tokens - r.num_computed_tokens) for r in (*self.waiting, *self.running))
-
-    @property
     def kv_fragmentation(self) -> float:
         """The share of the running sequences' KV slots that hold no token."""
-        num_blocks = sum(len(request.block_ids) for request in self.running)
-        num_tokens = sum(min(r.num_computed_tokens, len(r.block_ids) * self.block_size) for r in self.running)
+        running = self.queues.running
+        num_blocks = sum(len(request.block_ids) for request in running)
+        num_tokens = sum(min(r.num_computed_tokens, len(r.block_ids) * self.block_size) for r in running)
         return 1 - num_tokens / (num_blocks * self.block_size) if num_blocks else 0.0
 
     def flush(self) -> None:
@@ -325,22 +341,15 @@ class SchedulerState:
         self.tiers.flush()
 
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self.events)
+        return bool(self.queues.waiting or self.queues.running or self.events)
 
     def check_integrity(self, external_references: Mapping[int, int] | None = None) -> None:
         """Raises AssertionError when an invariant does not hold. With `external_references` (block_id -> references
         held by others) every reference must be accounted for; {} means that only requests hold blocks."""
         self.pool.check_integrity()
         self.tiers.check_integrity()
-        slots = [request.slot for request in self.running]
-        assert sorted(slots + self.free_slots) == list(range(self.options.max_num_seqs)), "a slot is lost or shared"
-        self.adapters.check_integrity([request.prompt.adapter for request in self.running])
         requests = [request for siblings in self._requests.values() for request in siblings]
-        queued = [*self.running, *self.waiting]
-        assert len(requests) == len(queued), "a request is in no queue, or in two"
-        assert {id(request) for request in requests} == {id(request) for request in queued}
-        for queue in (self.running, self.waiting):
-            assert queue == sorted(queue, key=_sort_key), "a queue is out of order"
+        self.queues.check_integrity(requests)
         for request in requests:
             self._check_request(request)
         references = self.kv.references(requests)
@@ -352,7 +361,7 @@ class SchedulerState:
 
     def _check_request(self, request: Request) -> None:
         running = request.state is RequestState.RUNNING
-        assert running == (request in self.running) == (request.slot >= 0)
+        assert running == (request in self.queues.running) == (request.slot >= 0)
         assert request.state is not RequestState.FINISHED, "a finished request is queued"
         assert request.sample_indices
         assert request.num_in_flight >= 0, "num_in_flight is negative"
@@ -368,4 +377,4 @@ class SchedulerState:
         assert not self.has_work(), "an event was not taken"
         assert self.pool.num_free == self.pool.num_blocks, "a block leaked"
         assert self.pool.reservations.is_empty, "somebody who is over could be asked for blocks"
-        assert len(self.free_slots) == self.options.max_num_seqs, "a slot leaked"
+        assert len(self.queues.free_slots) == self.options.max_num_seqs, "a slot leaked"

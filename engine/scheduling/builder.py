@@ -58,7 +58,7 @@ class StepBuilder:
             forks=tuple(self._forks),
             block_appends=tuple(self._block_appends),
             copies=copies,
-            adapter_loads=tuple(AdapterLoad(*load) for load in self._state.adapters.take_loads()),
+            adapter_loads=tuple(AdapterLoad(*load) for load in self._state.queues.adapters.take_loads()),
         )
         return output, self._launched
 
@@ -118,7 +118,7 @@ class StepBuilder:
         self._add_sample(row, request, request.sample_indices[0], position)
 
     def _fork(self, row: int, parent: Request, sample_index: int, position: int) -> bool:
-        if not self._state.free_slots:
+        if not self._state.queues.free_slots:
             return False
         child = self._state.make_child(parent, (sample_index,))
         if not self._state.kv.fork(parent, child, position):

@@ -80,7 +80,7 @@ class StepPlanner:
     """Changes queues, slots and block lists through `state`; progress and in-flight counts are the builder's."""
 
     def __init__(self, state: SchedulerState) -> None:
-        self._state = state
+        self._state, self._queues = state, state.queues
         self._options = state.options
         self._kv = state.kv
         self._aging = Aging(state.clock.now)
@@ -90,9 +90,9 @@ class StepPlanner:
         """Plans the next step. `nothing_in_flight`: no launched step is unread, so nothing but this plan can change
         what is stuck."""
         plan = StepPlan(self._options.max_num_batched_tokens, self._options.max_num_batched_tokens)
-        for request in self._aging.due(self._state.waiting):
-            self._state.put_first(request)
-        for request in [r for r in self._state.running if r.can_advance and is_decoding(r)]:
+        for request in self._aging.due(self._queues.waiting):
+            self._queues.put_first(request)
+        for request in [r for r in self._queues.running if r.can_advance and is_decoding(r)]:
             if request.state is RequestState.RUNNING:
                 self._plan_decode(plan, request)
         self._resume_committed(plan)
@@ -106,7 +106,7 @@ class StepPlanner:
         times the seconds that such tokens took lately; 0: not known."""
         if not self._state.step_times.are_measured or not self._state.limits_prompt_work:
             return self._state.clock.seconds_per_token
-        return self._budget.s_per_token([request for request in self._state.running if is_decoding(request)])
+        return self._budget.s_per_token([request for request in self._queues.running if is_decoding(request)])
 
     # --- requests in the batch ------------------------------------------------------------------------------
 
@@ -158,14 +158,14 @@ class StepPlanner:
     def _preemptable(self) -> list[Request]:
         """Requests that hold blocks, but not those that are being handed off: transfers may read their blocks, and
         they need no more than they have."""
-        holders = [r for r in (*self._state.running, *self._state.waiting) if r.block_ids]
+        holders = [r for r in (*self._queues.running, *self._queues.waiting) if r.block_ids]
         return [r for r in holders if r.prompt.mode != "prefill" and not r.is_paused]
 
     # --- prompts, begun and waiting -------------------------------------------------------------------------
 
     def _plan_prompts(self, plan: StepPlan) -> None:
-        started = [r for r in self._state.running if r.can_advance and not is_decoding(r)]
-        waiting = self._state.waiting
+        started = [r for r in self._queues.running if r.can_advance and not is_decoding(r)]
+        waiting = self._queues.waiting
         if plan.preempted or not waiting or not self._may_have_slot(waiting[0]):  # nor may any after it
             waiting = []
         waiting = [
@@ -189,10 +189,10 @@ class StepPlanner:
 
     def _resume_committed(self, plan: StepPlan) -> None:
         """Starts a request that holds its KV already, before all others: it needs a slot and at most one block."""
-        for request in [r for r in self._with_adapters(self._state.waiting) if r.block_ids]:
+        for request in [r for r in self._with_adapters(self._queues.waiting) if r.block_ids]:
             if not self._may_have_slot(request) or plan.budget < 1:
                 return
-            if self._state.adapters.may_take(request.prompt.adapter) and self._kv.grow(request, request.num_tokens):
+            if self._queues.adapters.may_take(request.prompt.adapter) and self._kv.grow(request, request.num_tokens):
                 self._take_slot(plan, request)
                 plan.put(request, PlannedRow(1, is_prompt=False, is_new=True))
 
@@ -215,7 +215,7 @@ class StepPlanner:
         not those that others wait for elsewhere."""
         if plan.preempted or not self._may_have_slot(request) or not plan.num_prompt_tokens_left:
             return
-        if not self._state.adapters.may_take(request.prompt.adapter):  # others have taken the last
+        if not self._queues.adapters.may_take(request.prompt.adapter):  # others have taken the last
             return
         if not ((admission.is_open and admission.num_passed_by < MAX_PASSED_BY) or self._is_granted(request)):
             return
@@ -258,30 +258,30 @@ class StepPlanner:
         return True
 
     def _may_have_slot(self, request: Request) -> bool:
-        return bool(self._state.free_slots or who_gives_way(self._state.running, request))
+        return bool(self._queues.free_slots or who_gives_way(self._queues.running, request))
 
     def _with_adapters(self, waiting: list[Request]) -> list[Request]:
         """The requests of `waiting` whose adapter has a slot or may have one. Behind one that has waited for a slot for
         long, no other takes one: slots that are never idle would else never be its."""
-        if not self._state.adapters.num_slots:
+        if not self._queues.adapters.num_slots:
             return waiting
         able, is_held = [], False
         for request in waiting:
             adapter = request.prompt.adapter
-            if adapter is None or (not is_held and self._state.adapters.may_take(adapter)):
+            if adapter is None or (not is_held and self._queues.adapters.may_take(adapter)):
                 able.append(request)
             else:
                 is_held = is_held or self._state.clock.now() - request.waiting_since > ADAPTER_PATIENCE_S
         return able
 
     def _take_slot(self, plan: StepPlan, request: Request) -> None:
-        if not self._state.free_slots:
-            self._yield(plan, who_gives_way(self._state.running, request)[0])
+        if not self._queues.free_slots:
+            self._yield(plan, who_gives_way(self._queues.running, request)[0])
         self._state.enter_batch(request)
 
     def _take_blocks(self, plan: StepPlan, request: Request, hits: list[int]) -> bool:
         """Preempts less important running requests for a waiting one, if they have enough blocks for it."""
-        pool, yielding = self._state.pool, who_gives_way(self._state.running, request)
+        pool, yielding = self._state.pool, who_gives_way(self._queues.running, request)
         own = self._kv.num_future_blocks(request) - len(hits)
         if own > pool.num_free - pool.num_unused(hits) + sum(len(other.block_ids) for other in yielding):
             return False
@@ -293,7 +293,7 @@ class StepPlanner:
 
     def _num_reserved(self) -> int:
         """How many more blocks requests in the batch will need for the tokens that they have, beams for all theirs."""
-        return sum(self._kv.num_future_blocks(other) for other in self._state.running)
+        return sum(self._kv.num_future_blocks(other) for other in self._queues.running)
 
     def _yield(self, plan: StepPlan, victim: Request) -> None:
         victim.num_yields += 1
@@ -316,7 +316,7 @@ class StepPlanner:
         """Asks the tiers for a request, also while it waits for its connector, so that both waits overlap."""
         if num_external:
             return 0
-        is_alone = not plan.rows and not self._state.running and len(self._state.waiting) == 1
+        is_alone = not plan.rows and not self._queues.running and len(self._queues.waiting) == 1
         hashes = self._kv.reusable_hashes(request)
         return self._state.tiers.prepare(request, hashes, hits, is_alone and num_external is not None)
 

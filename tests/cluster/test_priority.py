@@ -23,7 +23,7 @@ def test_who_matters_more_ends_first(is_split: bool, alone: Alone) -> None:
         hasty = Targets(0.2, 0.01, 0.02)
         high = client.submit("high", high_prompt, short, decode=decode, prefill=prefill, priority=0, targets=hasty)
         state = pair.decode.process.logic.scheduler.state
-        pair.until(lambda: state.num_waiting == 1)
+        pair.until(lambda: len(state.queues.waiting) == 1)
         pair.decode.go_on()
         client.wait()
         assert state.num_preemptions == 1

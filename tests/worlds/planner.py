@@ -27,14 +27,10 @@ class Planner:
         self.pool, self.connector, self.tiers = pool, connector, tiers
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.state = self.kv = self
+        self.state = self.kv = self.queues = self
         self._step_id = 0
 
     # --- for the node's logic -------------------------------------------------------------------------------
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)

@@ -99,17 +99,17 @@ def test_a_newer_attempt_stops_the_older_ones() -> None:
     answers = say(node, submit("r", attempt=1))
     assert answers == [Cancelled(request_id="r", attempt=0), Accepted(request_id="r", attempt=1)]
     assert set(node.book.entries) == {("r", 1), ("other", 0)}
-    assert node.scheduler.state.num_waiting == 2
+    assert len(node.scheduler.state.queues.waiting) == 2
 
 
 def test_a_lost_router_and_a_passed_deadline_leave_the_scheduler_empty() -> None:
     node = make_node()
     say(node, submit("a", deadline_s=5.0), submit("b"))
     node.on_tick(4.9)
-    assert node.scheduler.state.num_waiting == 2
+    assert len(node.scheduler.state.queues.waiting) == 2
     node.on_tick(5.0)
     assert failure([message for _, message in node.drain_outbox()]) == ("deadline_exceeded", False)
-    assert node.scheduler.state.num_waiting == 1
+    assert len(node.scheduler.state.queues.waiting) == 1
     node.on_control(PeerLost(NodeInfo(node_id="router", epoch=1, role="router"), "silent"), 6.0)
     assert node.is_empty
     assert node.drain_outbox() == []
@@ -119,7 +119,7 @@ def test_a_cancelled_sample_leaves_the_others() -> None:
     node = make_node()
     say(node, submit("r", sample_indices=(0, 1)))
     say(node, Cancel(request_id="r", attempt=0, sample_indices=(0,)))
-    assert node.scheduler.state.waiting[0].sample_indices == (1,)
+    assert node.scheduler.state.queues.waiting[0].sample_indices == (1,)
     say(node, Cancel(request_id="r", attempt=0, sample_indices=(1,)))
     assert node.is_empty
 
@@ -133,7 +133,7 @@ def test_flush_empties_the_cache_only() -> None:
     assert node.status({}).counters["blocks_cached"] == 1
     say(node, FlushBlocks())
     assert node.status({}).counters["blocks_cached"] == 0
-    assert node.scheduler.state.num_waiting == 1
+    assert len(node.scheduler.state.queues.waiting) == 1
 
 
 def test_a_node_reports_what_it_measured_and_nothing_before() -> None:

@@ -176,7 +176,7 @@ def test_beams_whose_blocks_are_taken_go_on_one_at_a_time(caching: bool) -> None
     harness.add("a", range(5), (0, 1), **{**SETTINGS, "ignore_eos": True})
     for _ in range(4):
         harness.step()
-    for request in list(harness.scheduler.state.running):
+    for request in list(harness.scheduler.state.queues.running):
         harness.scheduler.state.preempt(request)
     taken = harness.pool.allocate(11)
     assert taken is not None

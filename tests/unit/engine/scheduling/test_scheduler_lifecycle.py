@@ -44,7 +44,7 @@ def last_token_in_flight(harness: Harness) -> None:
 
 def preempted_with_a_token_in_flight(harness: Harness) -> None:
     decoding(harness)
-    for request in list(harness.scheduler.state.running):
+    for request in list(harness.scheduler.state.queues.running):
         harness.scheduler.state.preempt(request)
 
 
@@ -147,7 +147,7 @@ def test_a_sequence_preempted_at_the_size_of_the_pool_fails_and_lets_others_pass
     while len(harness.tokens.get(("a", 0), ())) < 5:
         harness.step()
         if len(harness.tokens.get(("a", 0), ())) == 4:
-            harness.scheduler.state.preempt(harness.scheduler.state.running[0])
+            harness.scheduler.state.preempt(harness.scheduler.state.queues.running[0])
     harness.add("b", range(6), max_tokens=3)
     harness.run()
     assert harness.failed == {"a": "too_large_for_pool"}

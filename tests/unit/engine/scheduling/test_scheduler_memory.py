@@ -195,10 +195,10 @@ def test_counts_that_the_status_shows() -> None:
     harness = Harness(max_num_seqs=1, max_num_batched_tokens=8)
     harness.add("a", range(20), max_tokens=2)
     harness.add("b", range(5), max_tokens=2)
-    scheduler = harness.scheduler
-    assert (scheduler.state.num_running, scheduler.state.num_waiting, scheduler.state.num_waiting_tokens) == (0, 2, 25)
+    queues = harness.scheduler.state.queues
+    assert (len(queues.running), len(queues.waiting), queues.num_waiting_tokens) == (0, 2, 25)
     harness.step()
-    assert (scheduler.state.num_running, scheduler.state.num_waiting, scheduler.state.num_waiting_tokens) == (1, 1, 17)
+    assert (len(queues.running), len(queues.waiting), queues.num_waiting_tokens) == (1, 1, 17)
     harness.run()
-    assert (scheduler.state.num_running, scheduler.state.num_waiting, scheduler.state.num_waiting_tokens) == (0, 0, 0)
-    assert not scheduler.state.has_work()
+    assert (len(queues.running), len(queues.waiting), queues.num_waiting_tokens) == (0, 0, 0)
+    assert not harness.scheduler.state.has_work()

@@ -190,7 +190,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule()
     def preempt(self) -> None:
-        running = [r for r in self.harness.scheduler.state.running if r.prompt.mode != "prefill"]
+        running = [r for r in self.harness.scheduler.state.queues.running if r.prompt.mode != "prefill"]
         if running:
             self.harness.scheduler.state.preempt(running[-1])
 

@@ -62,7 +62,7 @@ def test_a_tail_is_copied_though_its_owner_is_gone(victim: int) -> None:
     harness = Harness(num_blocks=8, max_num_batched_tokens=32)
     harness.add("a", range(6), samples=(0, 1, 2), max_tokens=8)
     harness.step()
-    assert harness.scheduler.state.num_running == 3
+    assert len(harness.scheduler.state.queues.running) == 3
     harness.scheduler.state.abort(AttemptKey("a", 0), (victim,))
     harness.check()
     harness.add("b", range(20, 33), max_tokens=3)
@@ -78,7 +78,7 @@ def test_a_tail_is_copied_though_its_owner_was_preempted(victim: int) -> None:
     harness = Harness()
     harness.add("a", range(6), samples=(0, 1, 2), max_tokens=8)
     harness.step()
-    harness.scheduler.state.preempt(harness.scheduler.state.running[victim])
+    harness.scheduler.state.preempt(harness.scheduler.state.queues.running[victim])
     harness.check()
     harness.run()
     for sample in range(3):
