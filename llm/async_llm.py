@@ -19,7 +19,7 @@ from tandem.llm.local_server import LocalServer
 from tandem.llm.lora_request import LoRARequest
 from tandem.llm.outputs import CompletionOutput, EmbeddingOutput, PooledOutput, RequestOutput, ScoreOutput
 from tandem.llm.params import SamplingParams
-from tandem.llm.prompts import PromptInput, read_prompt, read_prompts, refuse
+from tandem.llm.prompts import PromptInput, read_media, read_prompt, read_prompts, refuse
 
 START_S = 600.0  # a guess: large models from slow disks
 REQUEST_S = 3600.0  # a guess: above what a server grants a request, which ends it first
@@ -223,7 +223,8 @@ class AsyncLLM:
         return {"model": name}
 
     def _body(self, prompt: PromptInput, sampling_params: SamplingParams) -> dict[str, Any]:
-        return {**self._named, "prompt": read_prompt(prompt), "return_token_ids": True, **sampling_params.as_body()}
+        asked = {**self._named, "prompt": read_prompt(prompt), **read_media(prompt), "return_token_ids": True}
+        return {**asked, **sampling_params.as_body()}
 
     def _chat_body(self, messages: Messages, sampling_params: SamplingParams, fields: dict[str, Any]) -> dict[str, Any]:
         refuse(fields)

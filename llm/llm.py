@@ -17,7 +17,7 @@ from tandem.llm.async_llm import AsyncLLM
 from tandem.llm.lora_request import LoRARequest
 from tandem.llm.outputs import BeamSearchOutput, PooledOutput, RequestOutput
 from tandem.llm.params import BeamSearchParams, SamplingParams
-from tandem.llm.prompts import PromptInput, read_prompts
+from tandem.llm.prompts import PromptInput, each_prompt, read_prompts
 
 MAX_AT_A_TIME = 512  # a guess: more than nodes run at a time, fewer than a router's queue holds
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class LLM:
         The first error ends the others, too. Raises the errors of `tandem.errors`; ValueError for what is no prompt.
         """
         ask = partial(self._llm.complete, lora_request=lora_request)
-        return self._all(ask, read_prompts(prompts), sampling_params, use_tqdm)
+        return self._all(ask, each_prompt(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -105,7 +105,7 @@ class LLM:
         lora_request: LoRARequest | None = None,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` likeliest outputs of each prompt, in the prompts' order. Raises as `generate` does."""
-        given, ask = read_prompts(prompts), partial(self._llm.complete, lora_request=lora_request)
+        given, ask = each_prompt(prompts), partial(self._llm.complete, lora_request=lora_request)
         outputs = self._all(ask, given, params.as_sampling(), use_tqdm)
         return [BeamSearchOutput.of(output) for output in outputs]
 

@@ -55,6 +55,15 @@ def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[MediaPart]:
     return [part for i, message in enumerate(messages) for part in _parts_of(message.get("content"), f"messages[{i}]")]
 
 
+def named_parts(data: Mapping[MediaType, str | list[str]]) -> list[PlacedPart]:
+    """Parts of the images and sounds that a completion's body names by their URLs."""
+    return [
+        PlacedPart({"type": kind, kind: url}, f"multi_modal_data.{kind}[{i}]")
+        for kind, urls in data.items()
+        for i, url in enumerate([urls] if isinstance(urls, str) else urls)
+    ]
+
+
 def kind_of(part: Any) -> MediaType | None:
     """What a part of a message's content holds; None: text, or nothing known."""
     kind = part.get("type") if isinstance(part, dict) else None
@@ -92,8 +101,8 @@ def expanded(token_ids: list[int], media: ReadMedia) -> tuple[list[int], tuple[M
     places = [at for at, token_id in enumerate(token_ids) if token_id == media.placeholder_id]
     if len(places) != len(media.items):
         raise InvalidRequestError(
-            f"the conversation's text has {len(places)} times {media.placeholder}, which stands for one of its "
-            f"{len(media.items)} images or sounds: leave it out of the text",
+            f"the text has {len(places)} times {media.placeholder}, which stands for one of its {len(media.items)} "
+            "images or sounds: a prompt has it once for each; of a conversation, leave it out of the text",
             param="messages",
         )
     found: list[int] = []

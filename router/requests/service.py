@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tandem.engine.contracts.config import RouterOptions
-from tandem.engine.contracts.errors import OverloadedError, TandemError, UnavailableError
+from tandem.engine.contracts.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
 from tandem.engine.contracts.generation_config import SamplingDefaults
 from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.process.process_log import RateLimited
 from tandem.router.access.api_keys import Tenant
+from tandem.router.media.parts import expanded, named_parts
 from tandem.router.media.reader import MediaReader
 from tandem.router.metrics.router_metrics import RouterMetrics
 from tandem.router.nodes.cluster import Cluster
@@ -127,10 +128,34 @@ class CompletionService:
         self.adapter_of(body.model, facts)
         check_task(facts, "generate")
         prompt_ids = await self.encoder.encode(prompts, len(raw), facts, body.add_special_tokens is not False)
+        items: tuple[MediaItem, ...] = ()
+        if body.multi_modal_data:
+            prompt_ids, items = await self._with_media(body, prompt_ids, facts)
         plans = self.plan_prompts(body, prompts, prompt_ids, tenant)
+        if items:
+            plans = [replace(plan, media=items) for plan in plans]
         if (answer := answer_of(body, self._spelling)) is not None:
             plans = held_to(plans, await self.grammars.check([answer.part], answer.param))
         return body, plans
+
+    async def _with_media(
+        self, body: CompletionBody, prompt_ids: list[list[int]], facts: ModelFacts
+    ) -> tuple[list[list[int]], tuple[MediaItem, ...]]:
+        """The one prompt, with a span for each of its placeholders, and what the spans hold. Raises
+        InvalidRequestError."""
+        assert body.multi_modal_data
+        try:
+            if len(prompt_ids) > 1 or body.truncate_prompt_tokens is not None:
+                raise InvalidRequestError("images and sounds are of one prompt, and with the whole of it")
+            parts = named_parts(body.multi_modal_data)
+            media = await self.media.read([{"content": parts}], facts)
+            if media is None:
+                raise InvalidRequestError(f"{facts.name} takes text alone" if parts else "it names nothing")
+            ids, items = expanded(prompt_ids[0], media)
+        except InvalidRequestError as error:
+            message = error.message if "multi_modal_data" in error.message else f"multi_modal_data: {error.message}"
+            raise InvalidRequestError(message, param="multi_modal_data") from error
+        return [ids], items
 
     def plan_prompts(
         self,

@@ -4,7 +4,7 @@ Beyond OpenAI's API: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eo
 priority, prompt_logprobs, use_prefix_cache, cache_salt, add_special_tokens, skip_special_tokens,
 include_stop_str_in_output, truncate_prompt_tokens, truncation_side, return_tokens_as_token_ids, request_id, timeout,
 structured_outputs, guided_…, allowed_token_ids, bad_words, use_beam_search, beam_width, length_penalty,
-early_stopping.
+early_stopping, multi_modal_data.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
+Url = Annotated[str, Meta(min_length=1)]
 Stops = Annotated[list[Stop], Meta(max_length=MAX_STOPS)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
@@ -134,6 +135,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_f
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
     suffix: str | None = None
+    multi_modal_data: dict[Literal["image", "audio"], Url | list[Url]] | None = None  # of the prompt's placeholders
 
     @property
     def num_samples(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from decode_trio import joined, trio
 from split_pair import GREEDY, Pair, changed, make_pair
 from tiny_hf_models import TOWERS, tiny_hf_model
 from tiny_media import MediaPrompt, check_media_greedy, media_prompt
@@ -48,3 +49,27 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
             check_media_greedy(folder, prompts[0], again.output(sample), FEW.max_tokens)
         assert pair.decode.process.media.outputs.counters == before, "its span was cached, and looked at all the same"
         pair.check_whole()
+
+
+def test_prompts_with_pictures_move_and_give_way() -> None:
+    """One moves to another node while it decodes, with positions of three dimensions. Of two that outgrow a pool, one
+    gives way and is computed again, its picture with it."""
+    folder, long = tiny_hf_model("qwen2_5_vl"), changed(GREEDY, max_tokens=90)
+    with trio("local", model=folder, num_blocks=11, caching=False, host_tier_bytes=0) as nodes:
+        prompt = media_prompt("qwen2_5_vl", BEFORE, 1, AFTER)
+        result, moved = nodes.move_one("moves", prompt.token_ids, long, prompt.media)
+        assert moved.failed is None, moved.failed
+        assert [message.reason for message in result.migrated] == [""]
+        check_media_greedy(folder, prompt, joined(result, moved), long.max_tokens)
+        nodes.check_whole()
+        two = [media_prompt("qwen2_5_vl", BEFORE, seed, AFTER) for seed in (2, 3)]
+        results = [
+            nodes.client.submit(f"stays-{i}", each.token_ids, long, decode=nodes.first.info, media=each.media)
+            for i, each in enumerate(two)
+        ]
+        nodes.client.wait(*results)
+        for each, stayed in zip(two, results, strict=True):
+            assert stayed.failed is None, stayed.failed
+            check_media_greedy(folder, each, stayed.output(), long.max_tokens)
+        assert nodes.first.process.logic.scheduler.state.num_preemptions, "nobody gave way"
+        nodes.check_whole()

@@ -22,6 +22,7 @@ from tiny_hf_models import TOWERS, tiny_hf_model
 from tiny_media import PLACEHOLDER, MediaPrompt, check_media_greedy
 
 from in_process_cluster import Node, node_options
+from tandem import LLM, SamplingParams, errors
 from tandem.engine.contracts.config import MediaOptions, Timeouts
 from tandem.engine.contracts.wire.media import MediaItem
 from tiny_models import tiny_model
@@ -173,6 +174,45 @@ def test_openais_client_and_both_apis_tell_pictures_apart(llava: Served) -> None
         assert response.output_text == completion.choices[0].message.content
         texts.add(response.output_text)
     assert len(texts) == 2
+
+
+def test_prompts_of_programs_hold_pictures(llava: Served) -> None:
+    """`LLM.generate` with `multi_modal_data`, over one node and split; by text and by ids."""
+    contents = [picture(5), picture(6)]
+    opened = [Image.open(io.BytesIO(data)) for data in contents]
+    greedy = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    for router in (llava.alone, llava.split):
+        with LLM(url=router.url) as llm:
+            [by_text] = llm.generate(
+                {"prompt": "what is <image> beside <image>?", "multi_modal_data": {"image": opened}},
+                greedy,
+                use_tqdm=False,
+            )
+            own_ids, tokens = by_text.prompt_token_ids, by_text.outputs[0].token_ids
+            check_media_greedy(llava.folder, prompt_of(llava, own_ids, contents), tokens, NUM_TOKENS)
+            ids = [each for i, each in enumerate(own_ids) if each != PLACEHOLDER or own_ids[i - 1] != PLACEHOLDER]
+            by_ids, swapped, text = llm.generate(
+                [
+                    {"prompt_token_ids": ids, "multi_modal_data": {"image": opened}},
+                    {"prompt_token_ids": ids, "multi_modal_data": {"image": opened[::-1]}},
+                    "what is there?",
+                ],
+                greedy,
+                use_tqdm=False,
+            )
+            assert (by_ids.prompt_token_ids, by_ids.outputs[0].token_ids) == (own_ids, tokens)
+            prompt = prompt_of(llava, own_ids, contents[::-1])
+            check_media_greedy(llava.folder, prompt, swapped.outputs[0].token_ids, NUM_TOKENS)
+            assert len(text.outputs[0].token_ids) == NUM_TOKENS
+            for prompt, data, why in (
+                ("a", {"image": opened}, "the text has 0 times <image>"),
+                ("<image>", {"audio": b"RIFF"}, r"multi_modal_data.audio\[0\] .*: this model takes text and image"),
+                ("<image>", {"image": b"no image"}, r"multi_modal_data.image\[0\] .*: its bytes are no image"),
+                ("<image>" * 4, {"image": opened * 2}, "limit-mm-per-prompt"),
+            ):
+                with pytest.raises(errors.InvalidRequestError, match=why) as raised:
+                    llm.generate({"prompt": prompt, "multi_modal_data": data}, greedy, use_tqdm=False)
+                assert raised.value.param == "multi_modal_data"
 
 
 def test_whatever_reads_prompt_ids_knows_spans(llava: Served) -> None:

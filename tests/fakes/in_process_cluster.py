@@ -264,6 +264,7 @@ class Client:
         here: NodeInfo,
         to: NodeInfo,
         prior: Sequence[int] = (),
+        media: tuple[MediaItem, ...] = (),
     ) -> Result:
         """Hands a sample that decodes `here` to another node, as attempt 10 (+1 for each before) of a request of its
         own; returns what comes from there. `prior`: output from before `result`."""
@@ -282,6 +283,7 @@ class Client:
             sampling=sampling,
             peer=_ref(here),
             is_running=True,
+            media=media,
         )
         self.send(to, submit)
         order = Migrate(

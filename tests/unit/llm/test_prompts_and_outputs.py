@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from typing import Any
 
+import numpy as np
 import pydantic
 import pytest
+from PIL import Image
 
 import tandem
 from tandem.engine.contracts.errors import (
@@ -18,10 +22,12 @@ from tandem.engine.contracts.errors import (
 )
 from tandem.llm.http_errors import error_of
 from tandem.llm.local_server import LocalServer
+from tandem.llm.multi_modal import as_urls
 from tandem.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from tandem.llm.params import SamplingParams, StructuredOutputsParams
-from tandem.llm.prompts import read_prompts
+from tandem.llm.prompts import read_media, read_prompts
 from tandem.router.text.openai_api import CompletionBody, StructuredOutputs, error_body, parse_body
+from tandem.router.text.samples import decoded
 
 
 @pytest.mark.parametrize(
@@ -47,11 +53,37 @@ def test_what_is_no_prompt_is_refused_in_words(given: Any) -> None:
 
 
 def test_what_only_other_engines_serve_is_refused_by_name() -> None:
-    for name in ("multi_modal_data", "lora_request", "prompt_embeds"):
+    for name in ("multi_modal_uuids", "lora_request", "prompt_embeds"):
         assert read_prompts([{"prompt": "a", name: None}]) == ["a"]
         with pytest.raises(InvalidRequestError, match=name) as raised:
             read_prompts([{"prompt": "a", name: {}}])
         assert raised.value.param == name
+
+
+def test_images_and_sounds_become_urls() -> None:
+    pixels = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
+    given = {"image": [pixels, Image.fromarray(pixels), b"file", "https://example.org/a.png"]}
+    array, picture, file, url = as_urls(given)["image"]
+    assert array == picture
+    prefix, _, encoded = array.partition(",")
+    assert prefix == "data:image/*;base64"
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(encoded)))), pixels)
+    assert (file, url) == ("data:image/*;base64,ZmlsZQ==", "https://example.org/a.png")
+    samples = np.array([[0.5, -0.5], [1.0, -1.0], [2.0, 0.0]], np.float32)
+    [sound] = as_urls({"audio": (samples, 8000)})["audio"]
+    heard = decoded(base64.b64decode(sound.partition(",")[2]), 8000, 1.0)
+    assert heard == pytest.approx([0.0, 0.0, 0.5], abs=1e-6)  # one channel, in [-1, 1]
+
+
+@pytest.mark.parametrize("data", [{"image": 3}, {"image": "cat.png"}, {"audio": [1.0]}, {"video": b""}, [b""]])
+def test_what_is_no_image_or_sound_is_refused_in_words(data: Any) -> None:
+    with pytest.raises(ValueError, match="multi_modal_data"):
+        read_media({"prompt": "a", "multi_modal_data": data})
+
+
+def test_embeddings_are_of_text_alone() -> None:
+    with pytest.raises(InvalidRequestError, match="multi_modal_data"):
+        read_prompts({"prompt": "a", "multi_modal_data": {"image": b""}})
 
 
 def test_every_setting_is_a_field_that_the_server_takes() -> None:
