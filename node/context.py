@@ -45,6 +45,7 @@ class NodeContext:
     tiers: LowerTiers
     whole_up_to: int
     is_settled: Callable[[int], bool]  # NodeTransports.is_settled
+    precise: Scheduler | None = None  # of the engine beside, node/precise/engine.py
 
     def make_node(self, kind: type[ServingNode], pushes_prompts: bool) -> ServingNode:
         """Makes the logic of a node. With `pushes_prompts`, prompts in mode "prefill" are handed over while they are
@@ -61,7 +62,7 @@ class NodeContext:
         )
         scheduler = self._make_scheduler(handoffs.source.prompts if pushes_prompts else None, handoffs.puller)
         max_queue = self.options.scheduler.max_queue
-        return kind(self.info, self._make_book(), scheduler, self.pool, max_queue, handoffs)
+        return kind(self.info, self._make_book(), scheduler, self.pool, max_queue, handoffs, self.precise)
 
     def _make_book(self) -> RequestBook:
         config, media = self.loaded.config, self.loaded.model.media_encoder

@@ -87,13 +87,15 @@ class NodeLoop:
         times: TurnTimes | None = None,
         ends_at: Callable[[], float] = lambda: 0.0,
         counters: Callable[[], dict[str, float]] = dict,
+        beside: EngineCore | None = None,
     ) -> None:
         """`inbox`: whatever happens; any thread puts it there. `board`: where other threads look. `handlers`: who takes
         events of that type, in place of the logic. `is_urgent`: which events are served while two launched steps are
         unread; None: that is not looked for. Events keep their order: one that is not urgent holds up those behind it.
         `launch_at`: until when the next step need not be decided while one runs; the later it is, the more is known of
         what waits. `times`: is told what the loop does. `ends_at`: when the running step is expected to end.
-        `counters`: of the process around the logic, for its status."""
+        `counters`: of the process around the logic, for its status. `beside`: a second engine for few requests,
+        which has a step after each of the first one's."""
         self._logic = logic
         self._core = core
         self._inbox = inbox
@@ -106,6 +108,7 @@ class NodeLoop:
         self._ends_at = ends_at
         self._times = times
         self._counters = counters
+        self._beside = beside
         self._held_up: list[object] = []  # the event, if any, that comes before those of the inbox
         self._drain_deadline: float | None = None
         self._stopping = False
@@ -133,7 +136,7 @@ class NodeLoop:
             self._logic.on_tick(now)
             self._apply_effects()  # grants that ended are closed before the scheduler can reuse their blocks
             self._charge("upkeep")
-            launched = self._step()
+            launched = self._step() | self._step_beside()
             self._count_busy(now, launched)
             self._write_outbox()
             self._end_turn(launched)
@@ -155,6 +158,14 @@ class NodeLoop:
         if events:
             self._logic.on_engine_events(events)
         return self._core.inflight
+
+    def _step_beside(self) -> bool:
+        """A whole step of the engine beside. Returns whether there was one."""
+        if self._beside is None or not self._beside.has_work():
+            return False
+        self._logic.on_engine_events(self._beside.step())
+        self._charge("device")
+        return True
 
     def _count_busy(self, turn_began: float, inflight: bool) -> None:
         now = time.monotonic()

@@ -30,6 +30,8 @@ from tandem.engine.contracts.model_folder import resolve_model
 from tandem.engine.contracts.security import load_cluster_keys
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello
 from tandem.engine.contracts.wire.parts import Message, NodeInfo
+from tandem.engine.device.kv_pool import pool_bytes
+from tandem.engine.device.saturation import saturated_blocks
 from tandem.engine.media.slots import MediaSlots
 from tandem.engine.pooling.config import read_pooling_config
 from tandem.engine.process.launcher_pipe import LauncherPipe
@@ -64,6 +66,7 @@ from tandem.node.directory import make_publisher
 from tandem.node.loop import NodeLoop
 from tandem.node.pool import NodePool, allocate_node_pool, transports_of
 from tandem.node.pooling.process import PoolingProcess
+from tandem.node.precise.engine import make_precise_kv, precise_layout, raises_precision
 from tandem.node.profiling.profiler import NodeProfiler, ProfileAsked, ReportMade
 from tandem.node.profiling.report import ProfiledNode
 from tandem.node.ranks.leader import start_ranks
@@ -119,7 +122,8 @@ class NodeProcess:
         on_loaded = self.launcher.loaded if self.launcher.is_open else None
         loaded = load(options, None if self.ranks is None else self.ranks.membership, on_loaded)
         self.options = options = with_device_defaults(options, loaded.device)
-        num_blocks = size_pool(loaded, options)
+        layout, num_precise_blocks = precise_layout(loaded, options)
+        num_blocks = size_pool(loaded, options, pool_bytes(layout, num_precise_blocks))
         self.loaded = with_length_that_fits(loaded, options, num_blocks)
         key = NodeKey(options.node_id or f"{options.role}-{secrets.token_hex(3)}", secrets.randbits(64))
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -136,7 +140,8 @@ class NodeProcess:
 
         sockets = ControlSockets(self.keys)
         address = advertised(sockets.bind(options.host, options.port), options.advertise_host)
-        self.info = describe(options, self.loaded, memory.layout, key, address, self.transports.exports())
+        exports, num_precise = self.transports.exports(), num_precise_blocks * options.cache.block_size
+        self.info = describe(options, self.loaded, memory.layout, key, address, exports, num_precise)
         self._outgoing = Outgoing(sockets.wake, None if self.trace is None else partial(self.trace.message, "sent"))
         self.transfer = self._make_transfer(memory)
         self.worker = self._make_worker()
@@ -145,6 +150,7 @@ class NodeProcess:
         self._delivery = Delivery(self._inbox.put, self.grammars, adapters, self._hear)
         self.media = self._make_media()
         self.runner = self._make_runner(memory)
+        self.precise = make_precise_kv(self.loaded, options, self.grammars)
         self.control = self._make_control(sockets)
         self.logic = make_logic(self._context())
         self.publisher = make_publisher(options, self.info, num_blocks, self._board)
@@ -158,6 +164,8 @@ class NodeProcess:
         self.launcher.doing("warming up")
         self.grammars.prepare()
         self.runner.warmup()
+        if self.precise is not None:
+            self.precise.runner.warmup()
         if self.tiers is not None:
             self.tiers.warm_up()
         if self.loaded.replays_graphs:
@@ -239,6 +247,7 @@ class NodeProcess:
             Guides(self.grammars),
             self.media,
             self.loaded.adapters,
+            raises_precision(self.loaded, self.options),
         )
 
     def _make_media(self) -> MediaSlots | None:
@@ -278,7 +287,7 @@ class NodeProcess:
         )
         return NodeLoop(
             self.logic,
-            EngineCore(self.logic.scheduler, self.runner),
+            self._make_core(),
             self._inbox,
             self._outgoing,
             self._board,
@@ -290,7 +299,13 @@ class NodeProcess:
             self.turn_times,
             self._clock.ends_at,
             self._counters,
+            None if self.precise is None else self.precise.core,
         )
+
+    def _make_core(self) -> EngineCore:
+        raises = raises_precision(self.loaded, self.options)
+        find = partial(saturated_blocks, self.runner.pool) if raises else None
+        return EngineCore(self.logic.scheduler, self.runner, find_saturated=find)
 
     def _context(self) -> NodeContext:
         tiers: LowerTiers = NoTiers() if self.tiers is None else self.tiers.manager
@@ -305,6 +320,7 @@ class NodeProcess:
             tiers,
             REPLAYED_TOKENS if replays else 0,
             self.transports.is_settled,
+            None if self.precise is None else self.precise.scheduler,
         )
 
     def _make_profiler(self) -> NodeProfiler:

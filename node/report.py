@@ -40,8 +40,10 @@ def describe(
     key: NodeKey,
     address: str,
     exports: dict[str, bytes],
+    precise_tokens: int,
 ) -> NodeInfo:
-    """The description of this node that peers get. `address` is where they reach it, `exports` are its transports'."""
+    """The description of this node that peers get. `address` is where they reach it, `exports` are its transports',
+    `precise_tokens` the room for KV of 16 bits beside a pool of fp8."""
     return NodeInfo(
         node_id=key.node_id,
         epoch=key.epoch,
@@ -56,6 +58,7 @@ def describe(
         vocab_size=loaded.config.vocab_size,
         media_kinds=() if loaded.model.media_encoder is None else tuple(sorted(loaded.model.media_encoder.kinds)),
         encoder=loaded.config.encoder,
+        precise_tokens=precise_tokens,
         transports=exports,
     )
 

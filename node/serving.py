@@ -47,13 +47,17 @@ class ServingNode:
         pool: BlockPool,
         max_queue: int,
         handoffs: Handoffs,
+        precise: Scheduler | None = None,
     ) -> None:
+        """`precise`: of the engine beside, which serves what asks for precise KV; None: this one does."""
         self.info = info
         self.book = book
         self.scheduler = scheduler
         self.pool = pool
         self.max_queue = max_queue
         self.handoffs = handoffs
+        self.precise = precise
+        self.num_precise = 0
         self.departures = Departures(handoffs.source, scheduler, book)
         self.adapters = AdapterDesk()
         self.draining = False
@@ -62,6 +66,11 @@ class ServingNode:
 
     def start(self, entry: AcceptedRequest, now: float) -> None:
         """Begins an accepted entry. An implementation must call `book.accept` or `book.fail`."""
+        if entry.submit.is_precise and self.precise is not None:
+            self.num_precise += 1
+            self.precise.state.add(entry.request)
+            self.book.accept(entry)
+            return
         if entry.submit.prefix is not None:
             self.handoffs.puller.want(entry.request, entry.submit.prefix)
         self.scheduler.state.add(entry.request)
@@ -69,7 +78,13 @@ class ServingNode:
 
     def stop(self, entry: AcceptedRequest, now: float) -> None:
         """Ends whatever still works for an entry, which has ended in the book."""
-        self.scheduler.state.abort(entry.request.key)
+        self._abort(entry)
+
+    def _abort(self, entry: AcceptedRequest, samples: tuple[int, ...] = ()) -> None:
+        """Ends these samples (all when empty), in whichever engine they are."""
+        is_beside = entry.submit.is_precise and self.precise is not None
+        scheduler = self.precise if is_beside and self.precise is not None else self.scheduler
+        scheduler.state.abort(entry.request.key, samples)
 
     def on_sink_outcome(self, outcome: SinkOutcome) -> None:
         """Takes the end of a hand-off of KV to this node. Only roles that receive KV have any."""
@@ -122,7 +137,7 @@ class ServingNode:
             if entry is not None and ended:
                 self.stop(entry, now)
             elif entry is not None:
-                self.scheduler.state.abort(entry.request.key, tuple(message.sample_indices))
+                self._abort(entry, tuple(message.sample_indices))
         elif isinstance(message, FlushBlocks):
             self.scheduler.state.flush()
         elif isinstance(message, Migrate):
@@ -141,6 +156,9 @@ class ServingNode:
             self.book.refuse(router, submit, "wrong_role", text, retryable=True)
             return
         known = submit.key in self.book.entries
+        if submit.is_precise and not self.info.most_precise_tokens:
+            self.book.refuse(router, submit, "wrong_role", "this node keeps KV in fp8 alone", retryable=True)
+            return
         if not known and self.draining:
             self.book.refuse(router, submit, "draining", "the node is draining", retryable=True)
             return
@@ -201,7 +219,8 @@ class ServingNode:
     @property
     def is_empty(self) -> bool:
         moves = not (self.handoffs.is_idle and self.departures.is_idle)
-        return not (self.book.entries or moves or self.scheduler.state.has_work())
+        works = any(each.state.has_work() for each in (self.scheduler, self.precise) if each is not None)
+        return not (self.book.entries or moves or works)
 
     def drain_outbox(self) -> list[tuple[NodeKey, Message]]:
         return [
@@ -223,6 +242,8 @@ class ServingNode:
             "kv_fragmentation": self.scheduler.state.kv_fragmentation,
             "allocate_s": self.scheduler.state.kv.seconds,
             "request_faults": float(self.scheduler.state.num_faults),
+            "kv_overflow_requests": float(self.scheduler.state.num_overflowed),
+            "precise_kv_requests": float(self.num_precise),
             "preemptions": float(self.scheduler.state.num_preemptions),
             "prompt_tokens": float(self.scheduler.state.num_prompt_tokens),
             "cached_tokens": float(self.scheduler.state.num_cached_tokens),
@@ -263,6 +284,8 @@ class ServingNode:
     def check_integrity(self) -> None:
         self.book.check_integrity()
         self.scheduler.state.check_integrity()
+        if self.precise is not None:
+            self.precise.state.check_integrity()
         self.pool.check_integrity()
         self.handoffs.check_integrity()
         self.departures.check_integrity()

@@ -171,8 +171,9 @@ def _can_be_captured(model: Model, device: torch.device, dtype: torch.dtype, blo
     return True
 
 
-def size_pool(loaded: LoadedModel, options: NodeOptions) -> int:
-    """Number of blocks: as configured, else what memory allows after the worst step. Raises ConfigError."""
+def size_pool(loaded: LoadedModel, options: NodeOptions, taken_bytes: int = 0) -> int:
+    """Number of blocks: as configured, else what memory allows after the worst step, `taken_bytes` less. Raises
+    ConfigError."""
     if options.cache.num_blocks or options.cache.kv_cache_memory_bytes:
         free = 0
     elif loaded.device.type == "cuda":
@@ -190,6 +191,7 @@ def size_pool(loaded: LoadedModel, options: NodeOptions) -> int:
             free -= options.cache.media_cache_bytes
     else:
         free = free_host_bytes(most=1 << 30)
+    free = max(0, free - taken_bytes)
     group = loaded.model.group
     if group is not None:
         free = group.smallest(free)

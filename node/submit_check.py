@@ -165,6 +165,8 @@ def _problems_of_place(submit: Submit) -> Iterator[str]:
     """What is wrong with the peers that a Submit names."""
     if submit.peer is None and submit.mode != "full":
         yield f"mode {submit.mode} needs a peer"
+    if submit.is_precise and submit.mode != "full":
+        yield "is_precise is for mode full"
     if submit.is_running and (submit.mode != "decode" or len(submit.sample_indices) != 1):
         yield "is_running is for mode decode and one sample"
     if submit.peer is not None and not _is_name(submit.peer):

@@ -272,6 +272,17 @@ class BlockPool:
                 self._forget(block_hash)
         self.step_completed(step_id)
 
+    def filled_from(self, step_id: int) -> list[int]:
+        """Cached blocks that step `step_id`, which has not completed yet, or a later one fills."""
+        return [self._block_of[block_hash] for block_hash in self._publication.from_step(step_id)]
+
+    def spoil(self, block_ids: Iterable[int]) -> None:
+        """Takes the hashes of these blocks, and of those behind them: what they hold is not to be found."""
+        for block_id in block_ids:
+            block_hash = self._hash_of[block_id]
+            if block_hash is not None:
+                self._forget(block_hash)
+
     # --- integrity ------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:

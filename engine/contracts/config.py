@@ -87,6 +87,11 @@ class CacheOptions:
     media_cache_bytes: Annotated[
         Bytes, "memory for what was encoded of images and sounds, so that no node encodes one twice"
     ] = 256 << 20  # a guess
+    precise_kv_tokens: Annotated[
+        Count,
+        "tokens of 16-bit KV beside a cache of fp8: requests that overflow fp8 are served there; 0: values that "
+        "overflow saturate and are counted (docs/layouts.md)",
+    ] = 0
     kv_scales: Annotated[str, 'JSON file of fp8 scales, one a layer: {"k": [...], "v": [...]}; left out: 1.0'] = ""
 
 

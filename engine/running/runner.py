@@ -37,6 +37,7 @@ from tandem.engine.structured.guides import GuidedSamples, Guides
 from tandem.kernels.api.attention import bind_kv_cache, metadata_backend
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.blocks.cache_ops import copy_blocks
+from tandem.kernels.blocks.quantization import overflow_counter
 from tandem.kernels.products import matmul
 from tandem.kernels.products.rotary_attention import WantedTokens
 
@@ -60,10 +61,12 @@ class ModelRunner:
         guides: Guides | None = None,
         media: MediaSlots | None = None,
         adapters: AdapterMemory | None = None,
+        counts_overflows: bool = False,
     ) -> None:
         """`pool` `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; the model is bound to it here.
         `followers` are told of everything that is run here, before it is. `guides`: needed where tokens are drawn.
-        `media`: needed where prompts hold more than text; `adapters`: where requests may take some."""
+        `media`: needed where prompts hold more than text; `adapters`: where requests may take some.
+        `counts_overflows`: each step says how many values fp8 could not hold so far."""
         assert pool.dim() == 6, f"not a pool: {pool.shape}"
         assert pool.shape[4] == block_size, f"not a pool of {block_size}-token blocks: {pool.shape}"
         self.model = model
@@ -74,6 +77,7 @@ class ModelRunner:
         self._guides = guides
         self._media = media
         self._adapters = adapters
+        self._overflows = overflow_counter(pool.device) if counts_overflows else None
         self._newest: LaunchedStep | None = None
         self._max_num_seqs = options.max_num_seqs
         self._max_num_tokens = options.max_num_batched_tokens
@@ -138,6 +142,8 @@ class ModelRunner:
         return step
 
     def _mark_end(self, step: LaunchedStep) -> None:
+        if self._overflows is not None:
+            step.num_overflows = to_host(self._overflows.clone())
         if self.device.type == "cuda":
             step.event = torch.cuda.Event()
             step.event.record()

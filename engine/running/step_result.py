@@ -62,6 +62,7 @@ class LaunchedStep:
     failure: str | None = None
     failed_slots: dict[int, str] = field(default_factory=dict)
     guided: GuidedSamples | None = None
+    num_overflows: torch.Tensor | None = None  # int64 [1], on its way as the tokens are
     beams: frozenset[int] = frozenset()  # samples whose log-probabilities are candidates
     _draw_later: Callable[[], None] | None = None
 
@@ -121,6 +122,7 @@ class LaunchedStep:
             failed_slots=self.failed_slots,
             ended=ended,
             misled=misled,
+            num_overflows=0 if self.num_overflows is None else int(self.num_overflows),
         )
         if self.logprobs is not None:
             output.logprobs = [None] * len(tokens)

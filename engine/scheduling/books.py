@@ -7,14 +7,14 @@ block reference of a request is in its `block_ids`, and the source of each pendi
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tandem.engine.blocks.adapter_slots import AdapterSlots
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.hashing import BlockHasher
 from tandem.engine.contracts.keys import AttemptKey
-from tandem.engine.contracts.wire.parts import FirstToken, Targets
+from tandem.engine.contracts.wire.parts import KV_OVERFLOW, FirstToken, Targets
 from tandem.engine.scheduling import stop
 from tandem.engine.scheduling.allocator import KVAllocator
 from tandem.engine.scheduling.beams.search import BeamSearch
@@ -123,6 +123,7 @@ class SchedulerState:
         self.step_times = StepTimes()  # measured when the device is warm
         self.num_preemptions = 0
         self.num_faults = 0  # requests that were given up
+        self.num_overflowed = 0  # requests whose KV this pool's dtype could not hold
         self.num_prompt_tokens = self.num_cached_tokens = 0  # of prompts that started here; found in any cache
         self.events: list[EngineEvent] = []
         self._requests: dict[AttemptKey, list[Request]] = {}
@@ -302,6 +303,17 @@ class SchedulerState:
         """Fails each request of which any sequence has blocks."""
         for sequences in [each for each in self._requests.values() if any(s.block_ids for s in each)]:
             self.fail(sequences[0], code, text, retryable=True)
+
+    def fail_overflowed(self, requests: Iterable[Request], saturated: frozenset[int]) -> None:
+        """Fails `requests`, and whoever else holds one of the `saturated` blocks: their KV would need more range than
+        this pool's dtype has. Another attempt is served with KV of 16 bits."""
+        self.pool.spoil(saturated)
+        holders = [r for each in self._requests.values() for r in each if not saturated.isdisjoint(r.block_ids)]
+        text = "its keys or values are too large for KV in fp8: it needs KV of 16 bits (--precise-kv-tokens)"
+        for request in (*requests, *holders):
+            if request.state is not RequestState.FINISHED:
+                self.num_overflowed += 1
+                self.fail(request, KV_OVERFLOW, text, retryable=True)
 
     def give_up(self, request: Request, text: str) -> list[Request]:
         """Fails a request for an exception that nobody expected, of work that was for it alone. AssertionError when the

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tandem.engine.scheduling.ports import BetweenLayers, Runner, StepHandle
 from tandem.engine.scheduling.request import EngineEvent
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.engine.scheduling.step import SchedulerOutput
+from tandem.engine.scheduling.step import SchedulerOutput, WrittenSlots
 
 
 class EngineCore:
     """The step loop's two halves, `launch` and `read`. `pipelined=False` reads each step before the next is scheduled
     (for debugging)."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, pipelined: bool = True) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        pipelined: bool = True,
+        find_saturated: Callable[[Sequence[WrittenSlots]], set[int]] | None = None,
+    ) -> None:
+        """`find_saturated`: which of the blocks that were written hold values that fp8 could not; None: such values
+        are served as they are."""
         self.scheduler = scheduler
         self._runner = runner
         self._pipelined = pipelined
+        self._find_saturated, self._num_overflows = find_saturated, 0
         self._unread: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._events: list[EngineEvent] = []
         self._reads = False  # whether `read` takes a step
@@ -90,6 +99,10 @@ class EngineCore:
         self.newest_read = done
         result = handle.result()
         self._draw()  # first, since the device may wait for it
+        if self._find_saturated is not None and result.num_overflows > self._num_overflows:
+            self._num_overflows = result.num_overflows
+            saturated = self._find_saturated(self.scheduler.written_by(done))
+            self.scheduler.fail_overflowed(done, frozenset(saturated))
         if result.failure is None:
             self.scheduler.state.pool.step_completed(done.step_id)
         else:

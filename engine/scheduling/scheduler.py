@@ -20,7 +20,7 @@ from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.builder import StepBookings, StepBuilder
 from tandem.engine.scheduling.planner import StepPlanner
 from tandem.engine.scheduling.request import EngineEvent, PromptLogprobsEvent, Request, RequestState, TokenEvent
-from tandem.engine.scheduling.step import RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.engine.scheduling.step import RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput, WrittenSlots
 from tandem.engine.scheduling.step_pace import StepPace
 
 limited = RateLimited(logging.getLogger(__name__))
@@ -97,6 +97,26 @@ class Scheduler:
                 limited.exception("request %s attempt %d failed at a token", *request.key, key="token")
                 self.state.give_up(request, "the node can't take this request's token in; its log says why")
         return self.state.take_events()
+
+    def written_by(self, output: SchedulerOutput) -> list[WrittenSlots]:
+        """The slots of blocks that a launched step wrote and that somebody may still find: by hash, or as a request
+        that is in the step."""
+        pool, block_size = self.state.pool, self.state.block_size
+        written = [WrittenSlots(block_id, 0, block_size) for block_id in pool.filled_from(output.step_id)]
+        for row, request in zip(output.rows, self._launched[output.step_id].row_requests, strict=True):
+            end = min(row.start + row.num_tokens, request.num_computed_tokens)
+            for index in range(row.start // block_size, -(-end // block_size)):
+                first = index * block_size
+                slots = max(row.start - first, 0), min(end - first, block_size)
+                written.append(WrittenSlots(request.block_ids[index], *slots))
+        return written
+
+    def fail_overflowed(self, output: SchedulerOutput, saturated: frozenset[int]) -> None:
+        """Fails requests whose KV in a launched step had to saturate, before anything of that step is told: who holds
+        one of the blocks `saturated`, and, of unknown blocks, who has lost them since."""
+        rows = zip(output.rows, self._launched[output.step_id].row_requests, strict=True)
+        lost = [request for row, request in rows if request.num_computed_tokens < row.start + row.num_tokens]
+        self.state.fail_overflowed(lost, saturated)
 
     def _give_up(self, launched: StepBookings, reason: str) -> list[EngineEvent]:
         """Fails every request that has blocks, since a step was not computed: each may have found its prefix in that

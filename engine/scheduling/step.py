@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -83,6 +84,14 @@ class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     num_tokens: int
     prompt_logprobs: bool = False
+
+
+class WrittenSlots(NamedTuple):
+    """Slots start … end-1 of a block, which a step has written or may have."""
+
+    block_id: int
+    start: int
+    end: int
 
 
 class StepMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,3 +178,4 @@ class RunnerOutput:
     ended: Collection[int] = ()  # samples whose token is the last that their grammar has room for
     misled: Mapping[int, str] = field(default_factory=dict)  # samples whose grammar can't be followed, and why
     candidates: dict[int, Candidates] = field(default_factory=dict)  # of samples that are beams
+    num_overflows: int = 0  # values that fp8 could not hold, on this device up to this step's end; 0: not counted

@@ -5,6 +5,7 @@ Shapes: T new tokens, H query heads, K KV heads, D head size. Models call it thr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -80,6 +81,14 @@ class Attention(nn.Module):
         assert not self._impls, "the layer has been used"
         self.spec = replace(self.spec, kv_cache_dtype=kv_cache_dtype)
         self.k_scale, self.v_scale = k_scale, v_scale
+
+    def over_another_cache(self) -> Attention:
+        """The same layer over a second cache of the dtype that is computed in, not bound yet. This one stays as it
+        is."""
+        other = copy.copy(self)
+        other.spec, other.k_scale, other.v_scale = replace(self.spec, kv_cache_dtype="auto"), 1.0, 1.0
+        other.kv_cache, other._chains, other._impls = [torch.empty(0)], {}, {}
+        return other
 
     def bind(self, kv_cache: torch.Tensor) -> None:
         """Takes the layer's only cache, `[num_blocks, K, 2, block_size, D]`."""

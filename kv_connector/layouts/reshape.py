@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from tandem.engine.contracts.kv_layout import KVLayout
+from tandem.engine.device.saturation import saturated_blocks
+from tandem.engine.scheduling.step import WrittenSlots
 from tandem.kernels.blocks.digest import block_digests
 from tandem.kernels.blocks.quantization import FP8_DTYPE, as_bytes, dequantize, quantize
 from tandem.kv_connector.layouts.geometry import BlockGeometry
@@ -86,6 +88,18 @@ class Reshaper:
             valid = num_valid_last if places.stop == len(blocks) else block_size
             made.append(block_digests(staged, range(len(places)), key, valid, block_size, positions=places))
         return torch.cat(made)
+
+    def saturates(self, blocks: Sequence[Sequence[Part]], num_valid: Sequence[int]) -> bool:
+        """Whether these sink blocks, of which so many slots are valid, hold values that fp8 can't. Stages them once
+        more, and waits for the device."""
+        if self._convert.dtype != FP8_DTYPE:
+            return False
+        for first in range(0, len(blocks), self.max_blocks):
+            portion = slice(first, first + self.max_blocks)
+            staged = self.stage(blocks[portion], again=True)
+            if saturated_blocks(staged, [WrittenSlots(i, 0, n) for i, n in enumerate(num_valid[portion])]):
+                return True
+        return False
 
     def _gathered(
         self, ranks: RankPools, blocks: Sequence[Sequence[Part]], layers: range | None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.engine.contracts.keys import AttemptKey
+from tandem.engine.contracts.wire import parts
 from tandem.engine.contracts.wire.parts import Continuation, FirstToken
 from tandem.engine.scheduling.request import Request
 
@@ -20,6 +21,7 @@ FINISHED = "every sample ended with its first token"
 RECOMPUTING = "the sink computes the prompt itself"
 UNKNOWN = "no such hand-off"
 EARLY = "the request did not come in time"
+KV_OVERFLOW = "its keys or values are too large for the sink's KV in fp8: it needs KV of 16 bits (--precise-kv-tokens)"
 TOO_LARGE = "the prompt does not fit into the pool"
 
 NOT_CACHED = "nothing of it is cached"
@@ -43,6 +45,8 @@ def failure_code(reason: str) -> str:
     """The `code` of the RequestFailed that reports this end. "peer_lost" lays the fault on the other node."""
     if reason == DEADLINE:
         return "deadline_exceeded"
+    if reason == KV_OVERFLOW:
+        return parts.KV_OVERFLOW
     is_the_peers = reason in (SOURCE_LOST, SINK_LOST, LEASE) or reason.startswith(SINK_REFUSED)
     return "peer_lost" if is_the_peers else "handoff_failed"
 

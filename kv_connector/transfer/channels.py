@@ -22,10 +22,12 @@ Connect = Callable[[NodeInfo, OnLost], Channel]
 
 @dataclass(frozen=True, slots=True)
 class PeerChannel:
-    """A channel to one epoch of a sink, and the layout of the pool that it leads to."""
+    """A channel to one epoch of a sink, and the layout of the pool that it leads to. `raises_precision`: KV that
+    overflows there is kept in 16 bits, by another attempt."""
 
     channel: Channel
     layout: KVLayout
+    raises_precision: bool = False
 
 
 class PeerChannels:
@@ -54,7 +56,7 @@ class PeerChannels:
             assert isinstance(channel, PoolChannel), "faults are injected into channels that read a pool"
             channel = FaultInjector(channel, self._faults)
         with self._lock:
-            self._ways[peer.key] = PeerChannel(channel, peer.layout)
+            self._ways[peer.key] = PeerChannel(channel, peer.layout, peer.precise_tokens > 0)
 
     def of(self, grant: KVGrant) -> PeerChannel:
         """The channel to the sink that gave `grant`. Raises PeerLostError when there is none."""

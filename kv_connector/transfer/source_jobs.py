@@ -11,6 +11,9 @@ import torch
 from tandem.engine.contracts.errors import TandemError
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.handoff import KVReady
+from tandem.kernels.blocks.digest import valid_slots
+from tandem.kv_connector.layouts.reshape import Reshaper
+from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.jobs import (
     BlockPush,
     Finalize,
@@ -125,6 +128,15 @@ class SourceJobs:
         self._book.unflushed.discard(job.grant_id)
         self._post_event(Flushed(job.key, job.grant_id))
 
+    @staticmethod
+    def _saturates(job: Finalize, reshaper: Reshaper | None) -> bool:
+        """Whether something saturated on its way into the sink's pool. Blocks that go as they are have been looked at
+        where they were computed."""
+        if reshaper is None:
+            return False
+        num_valid = valid_slots(job.num_pushed_blocks, job.num_valid_last, reshaper.geometry.block_size)
+        return reshaper.saturates(reshaper.parts(job.source_block_ids, job.first_slots, num_valid), num_valid)
+
     def _finalize(self, job: Finalize) -> None:
         """Ends a hand-off. It runs behind its own pushes, which have waited for their steps, so it waits for no newer
         one."""
@@ -132,6 +144,9 @@ class SourceJobs:
             self._trace.note(job.key, "ending")
         grant = job.grant
         way = self._channels.of(grant)
+        if way.raises_precision and self._saturates(job, self._pusher.reshaper_to(way.layout)):
+            self._fail(job.key, grant.grant_id, outcomes.KV_OVERFLOW)
+            return
         digests, sums = b"", self._digests.whole_sums(job, way.layout)
         if job.with_digests and sums is None:  # while the last bytes are still on their way
             digests = self._digests.anew(job, self._pusher.reshaper_to(way.layout)).tobytes()

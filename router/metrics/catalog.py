@@ -80,6 +80,8 @@ _COUNTERS = {
     "attention_fallbacks": ("attention_fallbacks", "Launches that failed and went to the next backend"),
     "kernels_compiled_late": ("kernels_compiled_late", "Kernels compiled after the start"),
     "kv_overflows": ("kv_overflows", "Values too large for the cache's format"),
+    "kv_overflow_requests": ("kv_overflow_requests", "Attempts whose KV the cache's format could not hold"),
+    "precise_kv_requests": ("precise_kv_requests", "Attempts served with 16-bit KV beside the pool"),
     "kv_jobs": ("kv_jobs", "Jobs of the transfer thread"),
     "kv_pushed_bytes": ("kv_pushed_bytes", "Bytes of KV pushed to others"),
     "kv_push_s": ("kv_push_seconds", "Seconds of the transfer thread in pushes"),

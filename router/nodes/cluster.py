@@ -197,6 +197,11 @@ class Cluster:
         longest = max(view.info.max_model_len for view in nodes)
         return f"it may have {num_tokens} tokens, and the nodes that are connected take {longest}"
 
+    def lacks_precise_kv(self, num_tokens: int) -> bool:
+        """Whether nodes are connected that make tokens, and none of them has room for so much KV of 16 bits."""
+        nodes = [view for view in self.serving() if view.role != "prefill"]
+        return bool(nodes) and all(view.most_precise_tokens < num_tokens for view in nodes)
+
     def counters(self) -> dict[str, float]:
         """Figures of all connections, for /metrics."""
         links = self._links.values()

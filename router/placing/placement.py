@@ -44,6 +44,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     prompt_logprobs: bool = False  # computed without the cache and without a hand-off
     avoid: frozenset[NodeKey] = frozenset()  # nodes that failed this request; taken only when there is no other
     session: str = ""  # "": none
+    is_precise: bool = False  # its KV needs 16 bits: one node does all, beside its pool if that is of fp8
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -130,6 +131,8 @@ class _Finder:
             is_prefill = node.role == "prefill"
             if node.most_tokens < (num_prompt + 1 if is_prefill else num_all):
                 continue
+            if request.is_precise and (is_prefill or node.most_precise_tokens < num_all):
+                continue
             if node.silent:
                 silent.append(node)
             else:
@@ -178,6 +181,8 @@ class _Finder:
             return "unified node"
         if self.request.prompt_logprobs:
             return "prompt logprobs are computed where the tokens are"
+        if self.request.is_precise:
+            return "fp8 can't hold its KV"
         return ""
 
     def _choose(self, kind: str, nodes: Sequence[NodeView], transfer_s_per_token: float = 0.0) -> Choice:

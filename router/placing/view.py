@@ -34,6 +34,7 @@ class NodeView:
         "key",
         "lost",
         "model",
+        "most_precise_tokens",
         "most_tokens",
         "num_new_tokens",
         "num_sequences",
@@ -53,6 +54,7 @@ class NodeView:
         self.role = info.role
         self.model = info.identity.key() if info.identity is not None else b""
         self.most_tokens = info.max_model_len or math.inf  # to which a sequence may grow here: the pool may be small
+        self.most_precise_tokens = info.most_precise_tokens
         self.lost = False
         self.silent = False  # for some heartbeats: it may be lost soon, and gets only what nobody else can take
         # ping sequence that was current when placed -> (prompt tokens to compute there, sequences)

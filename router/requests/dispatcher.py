@@ -214,6 +214,9 @@ class Dispatcher:
         if attempts.may_be_placed(request_id, now):
             placement = find_nodes(self._cluster, generation.machine, request_id, now)
         if placement is None:
+            error, num_tokens = attempts.live[request_id].error, generation.machine.spec.most_tokens
+            if attempts.live[request_id].is_precise and error and self._cluster.lacks_precise_kv(num_tokens):
+                return generation.machine.abort(error)
             self.waiting[request_id] = generation
             return ()
         generation.placement = generation.placement or placement

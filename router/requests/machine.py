@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from tandem.engine.contracts.errors import DeadlineError, NodeFailedError, NoNodeError, TandemError
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
-from tandem.engine.contracts.wire.parts import PeerRef
+from tandem.engine.contracts.wire.parts import KV_OVERFLOW, PeerRef
 from tandem.engine.contracts.wire.requests import (
     Accepted,
     Cancelled,
@@ -258,6 +258,7 @@ class RequestMachine:
         error = failure_of(message.code, message.message, self.spec.request_id)
         # Once it makes tokens, what turns it away is an answer to a Submit that was sent twice: an end like any other.
         attempt.was_turned_away = message.code in TAKES_NOTHING and attempt.state is not AttemptState.STREAMING
+        attempt.has_overflowed = message.code == KV_OVERFLOW and not attempt.is_precise
         culprits = {node} if message.code != PEER_LOST else set(attempt.nodes) - {node}
         return self._node_gave_up(attempt, node, culprits, error, message.retryable, now)
 

@@ -48,7 +48,7 @@ class Moves:
         return [
             i
             for attempt in running
-            if attempt.primary_streams
+            if attempt.primary_streams and not attempt.is_precise
             for i in self._attempts.unfinished(attempt)
             if i not in self.under_way and len(self._samples[i].token_ids) > attempt.num_prior
         ]

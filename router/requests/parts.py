@@ -51,6 +51,8 @@ class Attempt:
     waits_since: float = field(init=False)  # when it began to wait for nodes
     was_turned_away: bool = False  # a node was full or draining: the attempt did not fail, the node is not avoided
     avoid: set[NodeKey] = field(default_factory=set)  # nodes that failed earlier attempts
+    is_precise: bool = False  # an attempt before overflowed a node's fp8 KV: this one needs KV of 16 bits
+    has_overflowed: bool = False  # so did this one: it did not fail, the node is not avoided
     error: TandemError | None = None  # why the attempt before failed
 
     @property
@@ -78,14 +80,16 @@ class Attempt:
         now: float,
         backoff_s: float,
     ) -> Attempt:
+        is_free = self.was_turned_away or self.has_overflowed
         following = Attempt(
             request_id,
             number,
             sample_indices,
             now,
-            num_failures=self.num_failures + (not self.was_turned_away),
+            num_failures=self.num_failures + (not is_free),
             not_before=now + backoff_s,
-            avoid=self.avoid if self.was_turned_away else self.avoid | set(culprits),
+            avoid=self.avoid if is_free else self.avoid | set(culprits),
+            is_precise=self.is_precise or self.has_overflowed,
             error=error,
         )
         if self.was_turned_away:
@@ -93,7 +97,10 @@ class Attempt:
         return following
 
     def is_last(self, max_attempts: int, queue_s: float, now: float) -> bool:
-        """Whether no attempt may follow this one, which failed. Being turned away costs time and no attempt."""
+        """Whether no attempt may follow this one, which failed. Being turned away costs time and no attempt, and so
+        does, once, the change to precise KV."""
+        if self.has_overflowed:
+            return False
         if self.was_turned_away:
             return now - self.waits_since >= queue_s
         return self.num_failures + 1 >= max_attempts

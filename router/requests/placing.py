@@ -21,5 +21,6 @@ def find_nodes(cluster: Cluster, machine: RequestMachine, request_id: str, now: 
         prompt_logprobs=machine.wants_prompt_logprobs(),
         avoid=frozenset(attempt.avoid),
         session=spec.session,
+        is_precise=attempt.is_precise,
     )
     return cluster.place(request, hashes if spec.use_prefix_cache else [], now)

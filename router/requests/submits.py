@@ -48,6 +48,7 @@ def submit(
         salt=spec.secrecy.salt,
         num_public_tokens=spec.secrecy.num_public_tokens,
         context=spec.secrecy.context,
+        is_precise=attempt.is_precise,
         cache_share=spec.cache_share,
         adapter=spec.adapter,
         media=spec.media,

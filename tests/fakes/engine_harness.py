@@ -105,7 +105,7 @@ class Harness:
                 num_adapter_slots=num_adapter_slots,
             )
         )
-        self.core = EngineCore(self.scheduler, self.runner, pipelined)
+        self.core = EngineCore(self.scheduler, self.runner, pipelined, self.runner.find_saturated)
         self.external: Counter[int] = Counter()
         self.requests: dict[str, Request] = {}
         self.samples: dict[str, tuple[int, ...]] = {}  # as submitted: forks take theirs along

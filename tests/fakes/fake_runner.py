@@ -18,7 +18,7 @@ from tandem.engine.contracts.hashing import hash_blocks
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import Candidates, TokenLogprobs
 from tandem.engine.scheduling.beams.search import num_candidates
-from tandem.engine.scheduling.step import NewSlot, RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.engine.scheduling.step import NewSlot, RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput, WrittenSlots
 from tandem.kv_connector.protocol.jobs import StepMoves
 
 VOCAB = 13
@@ -72,6 +72,8 @@ class FakeRunner:
         self.on_launch: Callable[[], None] = lambda: None
         self.num_rows = 0
         self.num_computed_tokens = 0
+        self.saturating: set[int] = set()  # tokens whose KV does not fit into the pool's dtype
+        self.num_overflows = 0
         self.failing: set[int] = set()  # steps that run out of memory
         self._doomed: set[int] = set()  # launched before the one before them was seen to fail
         self._eos_token_ids = tuple(eos_token_ids)
@@ -133,7 +135,17 @@ class FakeRunner:
             if new is not None and new.sampling.beam_width:
                 given = next_candidates(prefixes[sample.row], sample.output_index, new.sampling, self._eos_token_ids)
                 result.candidates[index] = given
+        result.num_overflows = self.num_overflows
         return result
+
+    def find_saturated(self, written: Sequence[WrittenSlots]) -> set[int]:
+        """See EngineCore."""
+        return {
+            each.block_id
+            for each in written
+            for slot in range(each.start, each.end)
+            if self.memory[each.block_id].get(slot, (0,))[-1] in self.saturating
+        }
 
     def _fail(self, output: SchedulerOutput) -> RunnerOutput:
         """Leaves rubbish wherever KV was to be written. Steps that were launched meanwhile compute with it."""
@@ -198,6 +210,7 @@ class FakeRunner:
             assert (block_id, offset) not in written, f"two rows write slot {offset} of block {block_id}"
             written.add((block_id, offset))
             self.memory[block_id][offset] = tuple(table[: position + 1])
+            self.num_overflows += table[position] in self.saturating
         self.num_rows += 1
         self.num_computed_tokens += row.num_tokens
 

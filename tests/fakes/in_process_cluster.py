@@ -43,7 +43,8 @@ FAST = Timeouts(heartbeat_s=0.1, peer_lost_s=PATIENCE_S, connect_s=20.0, resend_
 
 def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
     """A small CPU node; beside NodeOptions' fields `block_size`, `num_blocks`, `caching`, `chunk`, `max_num_seqs`,
-    `tpot_target_ms`, `kv_cache_dtype` and `kv_scales`."""
+    `tpot_target_ms`, `kv_cache_dtype`, `kv_scales` and
+    `precise_kv_tokens`."""
     cache = CacheOptions(
         block_size=int(changes.pop("block_size", BLOCK)),  # type: ignore[call-overload]
         hash_block_size=BLOCK,
@@ -55,6 +56,7 @@ def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
         disk_tier_dir=str(changes.pop("disk_tier_dir", "")),
         kv_cache_dtype=changes.pop("kv_cache_dtype", "auto"),  # type: ignore[arg-type]
         kv_scales=str(changes.pop("kv_scales", "")),
+        precise_kv_tokens=int(changes.pop("precise_kv_tokens", 0)),  # type: ignore[call-overload]
     )
     scheduler = SchedulerOptions(
         max_num_seqs=int(changes.pop("max_num_seqs", 16)),  # type: ignore[call-overload]
@@ -212,6 +214,7 @@ class Client:
         cache_share: float = 1.0,
         media: tuple[MediaItem, ...] = (),
         targets: Targets = NO_TARGETS,
+        is_precise: bool = False,
     ) -> Result:
         """With `prefill` split over two nodes, else on `decode` alone. `holder`: whom to pull its prefix from, of which
         it is said to have `num_held` tokens (0: all)."""
@@ -236,6 +239,7 @@ class Client:
                 cache_share=cache_share,
                 media=media,
                 targets=targets,
+                is_precise=is_precise,
             )
 
         if prefill is None:

@@ -7,7 +7,7 @@ from tandem.engine.contracts.wire.parts import (
     NodeInfo,
 )
 
-WIRE_VERSION = 11
+WIRE_VERSION = 12
 
 
 class Hello(Message, frozen=True, kw_only=True):

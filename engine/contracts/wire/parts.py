@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -16,6 +17,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Role = Literal["router", "prefill", "decode", "unified"]
 Task = Literal["generate", "embed", "score"]  # what a model does
 FinishReason = Literal["stop", "length"]
+KV_OVERFLOW = "kv_overflow"  # code of a node that the next attempt at the request needs KV of 16 bits
 # What an encoder's output is filled up to, so that the decoder begins in a block of its own: block sizes divide it.
 SPAN_MULTIPLE = 64  # the default block size
 
@@ -75,6 +77,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     task: Task = "generate"
     media_kinds: tuple[str, ...] = ()  # what the model takes beside text
     encoder: EncoderFacts | None = None
+    precise_tokens: Count = 0  # beside a pool of fp8: most tokens of a request whose KV it keeps in 16 bits
     # The width of a model's vectors, then those to which they may be cut; any if none follows. (): it has no vectors.
     embedding_sizes: tuple[int, ...] = ()
     # Transport name -> opaque address of this node's pool there (msgpack made and read by that transport alone).
@@ -83,6 +86,13 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> NodeKey:
         return NodeKey(self.node_id, self.epoch)
+
+    @property
+    def most_precise_tokens(self) -> float:
+        """Most tokens of a request whose KV is kept in at least 16 bits here."""
+        longest = self.max_model_len or math.inf
+        is_fp8 = self.layout is not None and self.layout.group.dtype == "float8_e4m3fn"
+        return min(longest, self.precise_tokens) if is_fp8 else longest
 
 
 class PeerRef(msgspec.Struct, frozen=True):

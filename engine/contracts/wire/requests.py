@@ -51,6 +51,7 @@ class Submit(AttemptMessage, frozen=True, kw_only=True):
     # A digest of what decides the KV beside the tokens; it enters every block hash.
     context: bytes = b""
     adapter: AdapterRef | None = None  # whose weights beside the model's; its digest is part of `context`
+    is_precise: bool = False  # in mode "full": its KV is kept in at least 16 bits, whatever the pool's dtype
     cache_share: float = 1.0  # share of each cache on the node that the tenant may fill
     peer: PeerRef | None = None
     # Mode "decode": `peer` runs this one sample already, and has, or will have, more output than the prompt's.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tandem.engine.contracts.keys import NodeKey
-from tandem.engine.contracts.kv_layout import ModelIdentity
+from tandem.engine.contracts.kv_layout import KVGroup, KVLayout, ModelIdentity
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo, Role
 from tandem.router.placing.placement import Placement, PlacementRequest, find_placement
@@ -48,6 +49,20 @@ def test_nodes_whose_pool_is_too_small_for_what_it_may_become_are_passed_by() ->
     assert names(choose(LONG, prefill, of_length("decode", "d0", 8256), large, cached=warm)) == ("d0", None)
     assert choose(LONG, prefill, small) is None
     assert names(choose(LONG, of_length("prefill", "p", 8192), large)) == ("d1", None)
+
+
+def test_precise_kv_is_kept_on_one_node_that_has_room_for_it() -> None:
+    def in_fp8(name: str, precise_tokens: int) -> NodeView:
+        layout = KVLayout((KVGroup(2, 2, 16, dtype="float8_e4m3fn"),), 16)
+        info = msgspec.structs.replace(node("decode", name).info, layout=layout, precise_tokens=precise_tokens)
+        return NodeView(info, Status(node_id=name, epoch=1, num_free_blocks=1000, num_blocks=1000, block_size=64))
+
+    request = msgspec.structs.replace(LONG, is_precise=True)
+    prefill, small, large = node("prefill", "p"), in_fp8("small", 8255), in_fp8("large", 8256)
+    assert names(choose(request, prefill, in_fp8("none", 0), small, large)) == ("large", None)
+    assert names(choose(request, prefill, small, node("decode", "exact"))) == ("exact", None)
+    assert choose(request, prefill, small) is None
+    assert names(choose(LONG, prefill, small))[1] == "p", "others are placed as ever"
 
 
 def test_silent_nodes_get_what_nobody_else_can_take() -> None:

@@ -13,6 +13,7 @@ from router_nodes import FULL, PROMPT, Nodes, addresses, output, status_of, stre
 from waiting import PATIENCE_S, wait_until
 
 ALWAYS = 10_000
+OVERFLOWED = msgspec.structs.replace(FULL, code="kv_overflow", message="too large for fp8")
 DRAINING = msgspec.structs.replace(FULL, code="draining", message="the node is draining")
 
 
@@ -23,6 +24,18 @@ def test_a_request_waits_for_room(folder: Path, nodes: Nodes) -> None:
         node.failures[:] = [FULL] * 3
         assert status_of(router)[0] == 200
         assert not node.failures
+        router.wait_idle()
+
+
+def test_a_request_that_overflows_fp8_asks_for_precise_kv_and_loses_no_attempt(folder: Path, nodes: Nodes) -> None:
+    node = nodes.start()
+    with RouterInThread(folder, addresses(node), max_attempts=1) as router:
+        router.wait_ready()
+        node.failures[:] = [OVERFLOWED]
+        assert status_of(router)[0] == 200
+        assert [submit.is_precise for submit in node.submits] == [False, True]
+        node.failures[:] = [OVERFLOWED, OVERFLOWED]
+        assert status_of(router)[0] >= 500, "whoever overflows 16 bits fails as by any other error"
         router.wait_idle()
 
 

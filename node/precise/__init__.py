@@ -1,0 +1,1 @@
+"""KV of 16 bits beside a pool of fp8."""

@@ -1,0 +1,63 @@
+"""Requests whose keys or values fp8 can't hold go on with 16-bit KV: their tokens are those of a node without fp8."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from split_pair import GREEDY, make_pair
+from waiting import wait_until
+
+from real_cluster import RealCluster
+from tiny_models import made_once, random_prompt, reference_greedy, tiny_model
+
+LARGER = 2.0**12  # a power of two: it changes no bit of the mantissas of what is computed in fp32
+FP8 = ("--kv-cache-dtype", "fp8", "--precise-kv-tokens", "1024")
+NUM_TOKENS = 24
+PROMPTS = [random_prompt(length, seed=700 + length) for length in (9, 40, 75)]
+
+
+def model_with_large_values() -> Path:
+    """The tiny llama with values LARGER times as large in its second layer, which the next product takes back."""
+    small = tiny_model("llama")
+
+    def build(folder: Path) -> None:
+        shutil.copytree(small, folder, dirs_exist_ok=True)
+        weights = load_file(small / "model.safetensors")
+        attention = "model.layers.1.self_attn"
+        weights[f"{attention}.v_proj.weight"] *= LARGER
+        weights[f"{attention}.o_proj.weight"] /= LARGER
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return made_once(small.parent / "llama-large-values", build)
+
+
+@pytest.mark.parametrize("shape", [(), ("--prefill", "1", "--decode", "1")], ids=["single", "split"])
+def test_tokens_are_those_of_16_bits(shape: tuple[str, ...]) -> None:
+    folder = model_with_large_values()
+    with RealCluster(folder, *shape, *FP8) as cluster:
+        for prompt in PROMPTS:
+            expected = reference_greedy(folder, prompt, NUM_TOKENS).token_ids
+            assert cluster.tokens(prompt, NUM_TOKENS) == [expected]
+        for name in ("kv_overflow_requests", "precise_kv_requests"):
+            wait_until(lambda name=name: cluster.counter(name) == len(PROMPTS), "each request to be counted once")
+        too_long = cluster.complete(PROMPTS[0], max_tokens=1500)
+        assert too_long.status_code >= 500
+        assert "--precise-kv-tokens" in too_long.text
+
+
+def test_what_overflows_on_its_way_is_never_committed() -> None:
+    folder, prompt = model_with_large_values(), PROMPTS[1]
+    expected = reference_greedy(folder, prompt, GREEDY.max_tokens).token_ids
+    with make_pair("tcp", model=folder, decode={"kv_cache_dtype": "fp8_e4m3", "precise_kv_tokens": 256}) as pair:
+        result = pair.run(prompt, GREEDY)
+        assert result.failed is not None
+        assert (result.failed.code, result.failed.retryable) == ("kv_overflow", True)
+        assert result.output() == expected[: len(result.output())], "at most the first token, made of exact KV"
+        assert not pair.sink.commits
+        again = pair.client.submit("again", prompt, GREEDY, decode=pair.decode.info, is_precise=True)
+        pair.client.wait(again)
+        assert again.output() == expected
+        pair.check_whole()
