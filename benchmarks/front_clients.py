@@ -26,7 +26,8 @@ class Counts:
 
 
 class Clients:
-    """`rate` requests a second over `num_streams` connections; 0: each connection asks again at once."""
+    """Clients that send `rate` requests a second over `num_streams` connections; 0: each connection asks again at
+    once."""
 
     def __init__(self, port: int, num_streams: int, body: bytes, rate: float) -> None:
         self._request = HEAD % len(body) + body

@@ -81,7 +81,7 @@ def bare_bed(event: bytes, steps_per_s: float) -> Bed:
 
 @dataclass(frozen=True)
 class Load:
-    """`rate` 0: as much as goes."""
+    """What clients offer. `rate` 0: as much as goes."""
 
     num_streams: int
     num_clients: int

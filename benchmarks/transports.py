@@ -72,7 +72,7 @@ class BenchNode:
 
 
 class Way(ABC):
-    """`move` runs on the source: all blocks, `order[i]` of the sink's gets block i."""
+    """A way to move blocks. `move` runs on the source: all blocks, `order[i]` of the sink's gets block i."""
 
     @abstractmethod
     def move(self, order: Sequence[int]) -> None: ...

@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 
 class LLM:
-    """`AsyncLLM` for scripts: the same arguments, calls that wait, an event loop in a thread of its own.
+    """A model for scripts, as `AsyncLLM` is for servers: the same arguments, calls that wait, an event loop in a thread
+    of its own.
 
     The server that it starts ends with `close`, with the `with` block, or with the process.
     """

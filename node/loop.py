@@ -70,7 +70,8 @@ class ControlSender(Protocol):
 
 
 class NodeLoop:
-    """`begin_drain` may be called from any thread; everything else belongs to the thread that calls `run`."""
+    """The step loop of one node. `begin_drain` may be called from any thread; everything else belongs to the thread
+    that calls `run`."""
 
     def __init__(
         self,

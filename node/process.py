@@ -83,7 +83,7 @@ from tandem.node.setup import (
 from tandem.node.tiers import make_tiers
 
 # Requests leave no cycles behind, and a collection of everything stops all streams for up to 90 ms.
-GC_THRESHOLDS = (50_000, 20, 1_000)
+GC_THRESHOLDS = (50_000, 20, 1_000)  # guesses
 # The parts of a hand-off's end run on different threads, while the step loop launches kernels for 20 ms on end.
 SWITCH_INTERVAL_S = 0.0003  # a guess
 SLOW_STEP_MS = 1.0  # beyond the longest that a step should take: such steps are counted by their reason; a guess

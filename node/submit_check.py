@@ -26,7 +26,7 @@ MAX_LOGPROBS = 256  # a guess
 MAX_BANNED_IDS = 1 << 18  # a guess
 MAX_WIDTH = 128  # beams; a guess
 MAX_LENGTH_PENALTY = 16  # a guess: powers of lengths stay numbers
-MAX_SECONDS = 1e9
+MAX_SECONDS = 1e9  # a guess: decades
 INT32 = 1 << 31
 INT64 = 1 << 64
 

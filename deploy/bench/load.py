@@ -27,7 +27,7 @@ from tandem.deploy.bench.sse_client import HttpError, model_to_ask, stream_event
 from tandem.deploy.bench.workload import make_bodies
 
 PERCENTILES = (50, 90, 99)
-DEFAULT_CONCURRENCY = 8
+DEFAULT_CONCURRENCY = 8  # a guess
 T = TypeVar("T")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tandem.engine.contracts.errors import ConfigError
 
-DEFAULT_OUTPUT_TOKENS = 64
+DEFAULT_OUTPUT_TOKENS = 64  # a guess
 CHARACTERS_A_TOKEN = 4  # a guess: of English text
 # Common enough to be a token each with the space before them, in most vocabularies.
 _WORDS = (

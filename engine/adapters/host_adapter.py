@@ -16,7 +16,8 @@ from tandem.engine.parallel.sharding import Cut, Shard
 
 @dataclass(frozen=True, eq=False)
 class HostAdapter:
-    """`words` [layout.num_elements] in the model's dtype, page-locked for a GPU; `ranks` int32 [projections, 3]."""
+    """An adapter as its slot holds it: `words` [layout.num_elements] in the model's dtype, page-locked for a GPU;
+    `ranks` int32 [projections, 3]."""
 
     digest: bytes
     words: torch.Tensor

@@ -130,7 +130,8 @@ def copy_runs(
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`count` runs of `nbytes` bytes each; the distances from one run's start to the next are in bytes, too."""
+    """Memory in `count` runs of `nbytes` bytes each; the distances from one run's start to the next are in bytes,
+    too."""
 
     nbytes: int
     count: int

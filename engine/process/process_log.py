@@ -82,7 +82,7 @@ class RateLimited:
 
 
 class RateLimitFilter(logging.Filter):
-    """`RateLimited` for a library's logger: `logging.getLogger("…").addFilter(RateLimitFilter())`."""
+    """Does what `RateLimited` does for a library's logger: `logging.getLogger("…").addFilter(RateLimitFilter())`."""
 
     def __init__(self, repeat_s: float = REPEAT_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

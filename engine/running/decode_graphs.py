@@ -181,7 +181,8 @@ def _least_size(num_rows: int, has_chunks: bool) -> int:
 
 
 class DecodeGraphs:
-    """`run` replays the graph that fits; `capture` must come first, once the KV pool is bound."""
+    """The graphs of one runner: `run` replays the one that fits; `capture` must come first, once the KV pool is
+    bound."""
 
     def __init__(
         self,

@@ -26,7 +26,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class HostLogprobs:
-    """`Logprobs` on the host. Row i is for entry `targets[i]` of the step and keeps `num_logprobs[i]` top tokens."""
+    """Log-probabilities on the host. Row i is for entry `targets[i]` of the step and keeps `num_logprobs[i]` top
+    tokens."""
 
     targets: np.ndarray
     num_logprobs: np.ndarray

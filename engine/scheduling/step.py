@@ -42,7 +42,8 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ForkSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`slot` becomes a copy of `parent_slot` (token table and block table) before its sampled token is written."""
+    """A fork: `slot` becomes a copy of `parent_slot` (token table and block table) before its sampled token is
+    written."""
 
     slot: int
     parent_slot: int
@@ -78,7 +79,7 @@ class SampleRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`num_tokens` tokens of `slot` from position `start` on, to be computed in this step."""
+    """A row of a step: `num_tokens` tokens of `slot` from position `start` on, to be computed in this step."""
 
     slot: int
     start: int

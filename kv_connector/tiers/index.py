@@ -50,7 +50,8 @@ class TierEntry:
 
 
 class TierIndex:
-    """`capacity` slots, 0 … capacity-1. `quota_of`: how many of them a tenant may have; None: as many as there are."""
+    """The blocks of a tier with `capacity` slots, 0 … capacity-1. `quota_of`: how many of them a tenant may have; None:
+    as many as there are."""
 
     def __init__(self, capacity: int, quota_of: Callable[[bytes], int | None] = lambda tenant: None) -> None:
         self.capacity = capacity

@@ -15,8 +15,8 @@ limited = RateLimited(logging.getLogger(__name__))
 
 
 class Handshake:
-    """`check_peer` raises HandshakeError when a node peer must be refused. Whatever else it raises comes of what that
-    peer says of itself, and refuses it as well."""
+    """Decides who may connect. `check_peer` raises HandshakeError when a node peer must be refused. Whatever else it
+    raises comes of what that peer says of itself, and refuses it as well."""
 
     def __init__(self, check_peer: Callable[[NodeInfo], None]) -> None:
         self._check_peer = check_peer

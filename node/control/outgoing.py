@@ -24,7 +24,8 @@ Order = tuple[NodeKey, bytes] | PeerRef | FoundPeer
 
 
 class Outgoing:
-    """`send` and `connect` may be called from any thread, and keep their order; `take` belongs to the control plane."""
+    """What the control plane is to send: `send` and `connect` may be called from any thread, and keep their order;
+    `take` belongs to the control plane."""
 
     def __init__(self, wake: Callable[[], None], note: Callable[[Message], None] | None = None) -> None:
         """`wake`: makes the control plane look here. `note` is told of each message."""

@@ -23,7 +23,8 @@ def advertised(address: str, host: str) -> str:
 
 
 class ControlSockets:
-    """`bind` first, on any thread; then all but `wake` belongs to one thread, which ends with `close`."""
+    """The ZMQ sockets of a node: `bind` first, on any thread; then all but `wake` belongs to one thread, which ends
+    with `close`."""
 
     def __init__(self, keys: ClusterKeys) -> None:
         self._keys = keys

@@ -27,7 +27,7 @@ from tandem.router.text.samples import BadSoundError, decoded
 
 TRANSCRIPTS: dict[str, Task] = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
 MAX_SECONDS = 30 * 60.0  # of one sound: some 60 MB of what encoders hear; a guess
-LIKELY = 1e4  # added to the logits of languages, when the model is asked which it hears
+LIKELY = 1e4  # added to the logits of languages, when the model is asked which it hears; a guess: above all others
 
 
 def transcription_reader(service: CompletionService, task: Task) -> AskReader:

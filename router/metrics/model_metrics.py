@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from tandem.router.metrics.catalog import VLLM
 
+# Guesses: dense where targets for first tokens and for each token lie.
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 TOKEN_BUCKETS_S = (0.001, 0.002, 0.004, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)
 LENGTH_BUCKETS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))  # tokens

@@ -31,7 +31,7 @@ DUPLICATE_COST = 2.0  # docs/measurements.md#placement-on-a-trace
 # a hit on it is worth elsewhere. Else all that shares a short prefix fills one cache of an idle cluster.
 CROWDING_COST = 1 + DUPLICATE_COST
 # A node without room for the prompt makes it wait; any other node is better, however busy.
-NO_ROOM_S = 3600.0
+NO_ROOM_S = 3600.0  # a guess
 
 
 class Work(msgspec.Struct, frozen=True):

@@ -55,7 +55,7 @@ LOOK_FOR_FACTS_S = 0.02  # a guess: nobody notices it at a router's start
 
 
 class CompletionService:
-    """One per router process, on its event loop: what HTTP asks for. `Dispatcher` has what is under way."""
+    """What HTTP asks for, done; one per router process, on its event loop. `Dispatcher` has what is under way."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -81,22 +81,18 @@ def flipped(rng: random.Random, data: bytes) -> bytes:
 def msgpack_cases(rng: random.Random, valid: Sequence[Any], number: int) -> Iterator[bytes]:
     """Random bytes, valid messages with bits flipped, and valid msgpack of nearly valid content."""
     plain = [msgspec.to_builtins(message, builtin_types=(bytes,)) for message in valid]
-    encoded = [msgspec.msgpack.encode(message) for message in valid]
-    for case in range(number):
-        kind = case % 4
-        if kind == 0:
-            yield rng.randbytes(rng.randrange(60))
-        elif kind == 1:
-            yield flipped(rng, rng.choice(encoded))
-        elif kind == 2:
-            yield msgspec.msgpack.encode(changed(rng, rng.choice(plain)))
-        else:
-            yield msgspec.msgpack.encode(junk(rng))
+    return _cases(rng, msgspec.msgpack.encode, valid, plain, number)
 
 
 def json_cases(rng: random.Random, valid: Sequence[Any], number: int) -> Iterator[bytes]:
     """As `msgpack_cases`, of JSON."""
-    encoded = [msgspec.json.encode(value) for value in valid]
+    return _cases(rng, msgspec.json.encode, valid, valid, number)
+
+
+def _cases(
+    rng: random.Random, encode: Callable[[Any], bytes], valid: Sequence[Any], plain: Sequence[Any], number: int
+) -> Iterator[bytes]:
+    encoded = [encode(value) for value in valid]
     for case in range(number):
         kind = case % 4
         if kind == 0:
@@ -104,6 +100,6 @@ def json_cases(rng: random.Random, valid: Sequence[Any], number: int) -> Iterato
         elif kind == 1:
             yield flipped(rng, rng.choice(encoded))
         elif kind == 2:
-            yield msgspec.json.encode(changed(rng, rng.choice(valid)))
+            yield encode(changed(rng, rng.choice(plain)))
         else:
-            yield msgspec.json.encode(junk(rng))
+            yield encode(junk(rng))

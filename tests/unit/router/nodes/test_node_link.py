@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import zmq
 from waiting import PATIENCE_S, soon
 
@@ -62,13 +65,23 @@ class Heard:
         self.events += [f"token {delta.output_index}" for delta in message.deltas]
 
 
-async def test_the_last_words_of_a_node_that_ends_are_heard() -> None:
-    """However late the router looks: its loop stands still while the node speaks and goes."""
-    node, heard, context = HandNode(), Heard(), zmq.Context()
-    hello = NodeInfo(node_id="r", epoch=1, role="router")
+@contextmanager
+def linked(node: HandNode, heard: Heard) -> Iterator[NodeLink]:
+    """A link that is open to `node`."""
+    hello, context = NodeInfo(node_id="r", epoch=1, role="router"), zmq.Context()
     link = NodeLink(node.address, hello, context, ClusterKeys(b"", curve=False), Timeouts(), heard)  # type: ignore[arg-type]
     link.open()
     try:
+        yield link
+    finally:
+        link.close()
+        context.destroy(linger=0)
+
+
+async def test_the_last_words_of_a_node_that_ends_are_heard() -> None:
+    """However late the router looks: its loop stands still while the node speaks and goes."""
+    node, heard = HandNode(), Heard()
+    with linked(node, heard) as link:
         identity = await node.hear()
         node.say(identity, Welcome(info=NODE), Status(node_id="d", epoch=2))
         await soon(lambda: heard.events == ["up"], "the node to be up")
@@ -77,17 +90,11 @@ async def test_the_last_words_of_a_node_that_ends_are_heard() -> None:
         assert link._socket._monitor.poll(int(PATIENCE_S * 1000)), "the end of the connection was not seen"
         link._read_monitor()
         assert heard.events[1:] == [*(f"token {index}" for index in range(300)), "lost: the connection broke"]
-    finally:
-        link.close()
-        context.destroy(linger=0)
 
 
 async def test_messages_that_nobody_can_read_are_counted_and_the_link_goes_on() -> None:
-    node, heard, context = HandNode(), Heard(), zmq.Context()
-    hello = NodeInfo(node_id="r", epoch=1, role="router")
-    link = NodeLink(node.address, hello, context, ClusterKeys(b"", curve=False), Timeouts(), heard)  # type: ignore[arg-type]
-    link.open()
-    try:
+    node, heard = HandNode(), Heard()
+    with linked(node, heard) as link:
         identity = await node.hear()
         refused = codec.encode(Refused(field="f", ours="o", theirs="t"))
         for payload in (b"", refused[:-1] + b"\xff", refused.replace(b"Refused", b"Ref\xff\xffed")):
@@ -95,7 +102,4 @@ async def test_messages_that_nobody_can_read_are_counted_and_the_link_goes_on() 
         node.say(identity, Welcome(info=NODE), Status(node_id="d", epoch=2))
         await soon(lambda: heard.events == ["up"], "the node to be up")
         assert link.num_undecodable == 3
-    finally:
-        link.close()
-        node.end()
-        context.destroy(linger=0)
+    node.end()
