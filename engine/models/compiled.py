@@ -20,7 +20,7 @@ def compiled(forward: Forward) -> Forward:
     from torch._dynamo.decorators import mark_unbacked  # seconds of every start, if it stood above
     from torch._dynamo.exc import TorchDynamoException
 
-    made = torch.compile(forward, dynamic=True, fullgraph=True)
+    made = torch.compile(forward, dynamic=False, fullgraph=True)
 
     def call(input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         for tensor in (input_ids_T, positions_T):

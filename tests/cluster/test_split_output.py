@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from split_pair import GREEDY, SAMPLED, Alone, Pair, changed
+from split_pair import GREEDY, SAMPLED, Alone, Pair, changed, make_pair
 
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.kv_connector.transports.links.ucx import ucx_problem
 from tiny_models import random_prompt
 
 # --- sampling -----------------------------------------------------------------------------------------------
@@ -39,6 +40,20 @@ def test_four_samples_are_one_prefill_and_one_handoff(pair: Pair, alone: Alone) 
         outputs[1],
         outputs[3],
     ]
+
+
+@pytest.mark.skipif(bool(ucx_problem()), reason=ucx_problem())
+def test_ucx_hands_prompts_over(alone: Alone) -> None:
+    """Of one chunk and of several. No other transport is at hand."""
+    with make_pair("ucx", prefill={"chunk": 64}) as pair:
+        prompts = [random_prompt(length, seed=length) for length in (17, 200)]
+        results = [pair.submit(prompt, GREEDY) for prompt in prompts]
+        pair.client.wait()
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.failed is None, result.failed
+            assert [result.output()] == alone.run(prompt, GREEDY)
+        assert pair.sink.commits == len(prompts)
+        pair.check_whole()
 
 
 # --- ends at the first token --------------------------------------------------------------------------------

@@ -23,17 +23,19 @@ from tandem.kv_connector.transports.mapped.processes import ProcessRef, host_id,
 from tests.fakes.kv_peer import KVPeer
 from tests.fakes.kv_pools import MEGABYTE_BLOCKS, PoolNode, grant_of, needs
 
-TRANSPORTS = ["shm", *(pytest.param(name, marks=needs(name)) for name in ("nixl", "ucx")), "tcp"]
+UCX = pytest.param("ucx", marks=[needs("ucx"), pytest.mark.slow])  # two more processes that import torch
+TRANSPORTS = ["shm", pytest.param("nixl", marks=needs("nixl")), UCX, "tcp"]
 PROBLEMS = {"shm": "", "nixl": nixl_problem(), "ucx": ucx_problem(), "tcp": ""}
 
 
 @pytest.fixture(scope="module")
-def peers():
+def peers(request):
     """Two spare processes a transport, started together because each takes a while to import torch."""
+    asked = {item.callspec.params.get("transport") for item in request.session.items if hasattr(item, "callspec")}
     spares = {
         name: [KVPeer(f"peer-{name}-{i}", name, seed=20 + i) for i in range(2)]
         for name, problem in PROBLEMS.items()
-        if not problem
+        if not problem and (name != "ucx" or name in asked)
     }
     yield spares
     for peer in itertools.chain(*spares.values()):
