@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from tandem.engine.adapters.node_adapters import NodeAdapters
@@ -23,8 +24,10 @@ from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.identity import model_identity
 from tandem.engine.parallel.group import Membership, TensorParallel
 from tandem.engine.parallel.sharding import Shard
+from tandem.engine.running.kv_scales import scales_of_random_prompts
 from tandem.engine.running.memory import profile_free_bytes
 from tandem.engine.running.runner_needs import Model
+from tandem.node.precise.another_cache import OverAnotherCache
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +130,8 @@ def load(
         max_rows = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         group = TensorParallel.join(membership, device, max_rows, config.hidden_size, dtype, layout.holds_no_copies)
     model = load_chosen(folder, config, options.model, device, dtype, options.attention_backend, group, on_loaded)
+    if cache.calculate_kv_scales:
+        layout = _with_measured_scales(layout, model, config, options, max_model_len, device, dtype)
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
     if kept.dtype != dtype:
         _keep_kv_as(model, layout.group)
@@ -152,6 +157,25 @@ def _make_adapters(
         raise ConfigError(f"there is no memory for {sizes}: lower --max-loras or --max-lora-rank") from None
     model.take_adapters(adapters.stacks)
     return adapters
+
+
+def _with_measured_scales(
+    layout: KVLayout,
+    model: Model,
+    config: ModelShape,
+    options: NodeOptions,
+    max_model_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> KVLayout:
+    """`layout` with scales measured here and now. Peers convert between unlike scales, as between unlike dtypes."""
+    if model.group is not None or model.encoder is not None:
+        raise ConfigError("--calculate-kv-scales: not with --tensor-parallel-size or an encoder; use --kv-scales")
+    exact = make_layout(config, options.cache.block_size, dtype)
+    scheduler = with_device_defaults(options, device).scheduler
+    scales = scales_of_random_prompts(OverAnotherCache(model), exact, scheduler, max_model_len, device)
+    group = msgspec.structs.replace(layout.group, k_scales=scales.k, v_scales=scales.v)
+    return msgspec.structs.replace(layout, groups=(group,))
 
 
 def _keep_kv_as(model: Model, group: KVGroup) -> None:

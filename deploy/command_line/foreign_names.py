@@ -158,7 +158,6 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "override_generation_config": _refused("write them into a folder's generation_config.json: --generation-config"),
     "code_revision": _refused("code that comes with a model is never run"),
     "kv_events_config": _refused("nodes publish their blocks in Redis: --redis-url"),
-    "calculate_kv_scales": _refused_flag("`tandem calibrate` measures them once, --kv-scales FILE gives them"),
     "return_tokens_as_token_ids": _refused_flag("requests ask for ids: `return_token_ids`"),
     "disable_sliding_window": _refused_flag("set sliding_window to null in config.json"),
     "skip_tokenizer_init": _refused_flag("the router needs the tokenizer"),

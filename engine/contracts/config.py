@@ -87,6 +87,9 @@ class CacheOptions:
     media_cache_bytes: Annotated[
         Bytes, "memory for what was encoded of images and sounds, so that no node encodes one twice"
     ] = 256 << 20  # a guess
+    calculate_kv_scales: Annotated[
+        bool, "measure the scales of a cache of fp8 at the start, on random prompts (docs/kernels.md)"
+    ] = False
     precise_kv_tokens: Annotated[
         Count,
         "tokens of 16-bit KV beside a cache of fp8: requests that overflow fp8 are served there; 0: values that "

@@ -39,6 +39,8 @@ def choose_kv_encoding(
     is_fp8 = dtype == torch.float8_e4m3fn
     if device.type == "cuda" and dtype != computed_in and not is_fp8:
         raise ConfigError(f"--kv-cache-dtype {name} on a GPU: choose auto or fp8_e4m3, {computed_in} is computed in")
+    if options.calculate_kv_scales and (options.kv_scales or not is_fp8):
+        raise ConfigError("--calculate-kv-scales is for --kv-cache-dtype fp8_e4m3, in place of --kv-scales")
     if not options.kv_scales:
         return KVEncoding(dtype)
     if not is_fp8:

@@ -6,6 +6,7 @@ values, since that is what the kernels take.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kernels.blocks.quantization import dequantize, quantize, scale_for
 
 NUM_OUTPUT_TOKENS = 16  # made after each prompt, so that the model's own words count, too; a guess
+RANDOM_PROMPTS = (64, 256, 512)  # lengths in tokens; a guess
 
 
 class MeasuredScales(NamedTuple):
@@ -58,6 +60,19 @@ def measure_kv_scales(
             found.append((scale, float((kept - values).norm() / values.norm().clamp_min(1e-30))))
     (k_scales, k_errors), (v_scales, v_errors) = zip(*found[::2], strict=True), zip(*found[1::2], strict=True)
     return MeasuredScales(LayerScales(k_scales, v_scales), k_errors, v_errors)
+
+
+def scales_of_random_prompts(
+    model: Model, layout: KVLayout, options: SchedulerOptions, max_model_len: int, device: torch.device
+) -> LayerScales:
+    """The same of prompts of random tokens, the same ones on every node, rounded up to powers of two: nodes whose
+    products differ in their last bits still get equal scales, and fp8 loses nothing by such a factor."""
+    generator = np.random.default_rng(0)
+    lengths = (min(length, max_model_len // 2) for length in RANDOM_PROMPTS)
+    prompts = [generator.integers(0, model.vocab_size, length).tolist() for length in lengths]
+    measured = measure_kv_scales(model, layout, options, max_model_len, device, prompts).scales
+    k, v = (tuple(2.0 ** math.ceil(math.log2(scale)) for scale in each) for each in (measured.k, measured.v))
+    return LayerScales(k, v)
 
 
 def _kv_of(

@@ -43,8 +43,8 @@ FAST = Timeouts(heartbeat_s=0.1, peer_lost_s=PATIENCE_S, connect_s=20.0, resend_
 
 def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
     """A small CPU node; beside NodeOptions' fields `block_size`, `num_blocks`, `caching`, `chunk`, `max_num_seqs`,
-    `tpot_target_ms`, `kv_cache_dtype`, `kv_scales` and
-    `precise_kv_tokens`."""
+    `tpot_target_ms`, `kv_cache_dtype`, `kv_scales`,
+    `calculate_kv_scales` and `precise_kv_tokens`."""
     cache = CacheOptions(
         block_size=int(changes.pop("block_size", BLOCK)),  # type: ignore[call-overload]
         hash_block_size=BLOCK,
@@ -56,6 +56,7 @@ def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
         disk_tier_dir=str(changes.pop("disk_tier_dir", "")),
         kv_cache_dtype=changes.pop("kv_cache_dtype", "auto"),  # type: ignore[arg-type]
         kv_scales=str(changes.pop("kv_scales", "")),
+        calculate_kv_scales=bool(changes.pop("calculate_kv_scales", False)),
         precise_kv_tokens=int(changes.pop("precise_kv_tokens", 0)),  # type: ignore[call-overload]
     )
     scheduler = SchedulerOptions(
