@@ -286,7 +286,7 @@ def _checked(values: Values, with_weights: bool = True) -> Values:
         stored_tensors(folder)
     if folder == Path(values["model"]).expanduser():
         return values
-    return {**values, "model": str(folder), "served_name": served_name(values["model"], values.get("served_name", ""))}
+    return {**values, "model": str(folder), "served_name": values.get("served_name") or served_name(values["model"])}
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ class ModelOptions:
     """What is served. `model` is a local folder or a hub name; `served_name` what clients call it."""
 
     model: Annotated[str, "folder in Hugging Face format, or a hub name; left out: a demo model that ships with Tandem"]
-    served_name: Annotated[str, "name by which clients call the model; default: the last part of MODEL"] = ""
+    served_name: Annotated[
+        str, "name by which clients call the model, or several between commas; default: the last part of MODEL"
+    ] = ""
     load_format: Annotated[LoadFormat, "dummy makes up weights from config.json alone, for benchmarks"] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],

@@ -36,10 +36,15 @@ def tokenizer_digest(folder: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:32] if path.exists() else ""
 
 
+def given_names(given: str) -> tuple[str, ...]:
+    """The names of `--served-name`: one, or several between commas."""
+    return tuple(name.strip() for name in given.split(",") if name.strip())
+
+
 def served_name(model: str, given: str = "") -> str:
-    """The name by which clients call it: the one given, else the last part of the folder's path or of the hub name."""
+    """The name by which it goes: the first one given, else the last part of the folder's path or of the hub name."""
     folder = Path(model).expanduser()
-    return given or (folder.resolve().name if folder.is_dir() else folder.name)
+    return (*given_names(given), folder.resolve().name if folder.is_dir() else folder.name)[0]
 
 
 def _from_hub(name: str, revision: str | None, patterns: list[str]) -> Path:

@@ -27,9 +27,9 @@ def json_answer(value: Any) -> Response:
 def add_model_routes(app: FastAPI, service: CompletionService, gate: Gate, created: int) -> None:
     async def cards() -> dict[str, dict[str, Any]]:
         facts = await service.awaited_facts()
-        model = card(facts, facts.name, facts.name, None)
+        models = {name: card(facts, name, facts.name, None) for name in facts.names}
         adapters = service.cluster.adapters.all()
-        return {facts.name: model, **{name: card(facts, name, adapters[name], facts.name) for name in sorted(adapters)}}
+        return {**models, **{name: card(facts, name, adapters[name], facts.name) for name in sorted(adapters)}}
 
     def card(facts: ModelFacts, name: str, root: str, parent: str | None) -> dict[str, Any]:
         return {

@@ -16,6 +16,7 @@ from tandem.engine.contracts.directory import DirectoryReader
 from tandem.engine.contracts.hashing import PromptHashes, Secrecy, every_kth, root_hash
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import ModelIdentity
+from tandem.engine.contracts.model_folder import given_names
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.adapters import AdapterLoaded, Adapters, LoadAdapter
 from tandem.engine.contracts.wire.parts import NodeInfo
@@ -340,7 +341,7 @@ class Cluster:
         while they wait for one."""
         infos = [view.info for view in nodes]
         if infos:
-            name = self._options.model.served_name or infos[0].model_name
+            name, *aliases = given_names(self._options.model.served_name) or (infos[0].model_name,)
             kinds = set(infos[0].media_kinds).intersection(*(info.media_kinds for info in infos))
             self.facts = ModelFacts(
                 name,
@@ -350,6 +351,7 @@ class Cluster:
                 infos[0].encoder,
                 tuple(sorted(kinds)),
                 infos[0].embedding_sizes,
+                tuple(aliases),
             )
 
 

@@ -180,7 +180,7 @@ class CompletionService:
     def adapter_of(self, name: str | None, facts: ModelFacts) -> AdapterRef | None:
         """The adapter that clients call so; None: they mean the model itself. Raises ModelNotFoundError, and what
         `ServedAdapters.find` raises."""
-        adapter = None if name in (None, facts.name) else self.cluster.adapters.find(name)
+        adapter = None if name is None or name in facts.names else self.cluster.adapters.find(name)
         if adapter is None:
             check_model(name, facts)
         return adapter

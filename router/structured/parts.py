@@ -17,6 +17,8 @@ Part = dict[str, Any]
 # write any white space sometimes write nothing else.
 WHITE_SPACE = r"[ ]|\r?\n[ \t]{0,64}"
 
+MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # names of one's own -> schema
+
 
 def schema_part(schema: Any, settings: StructuredOutputs | None = None) -> Part:
     """A part that is a JSON schema. `settings` say which white space and which further members are allowed."""
@@ -56,7 +58,37 @@ def schema_of(schema: Any, param: str, place: str) -> Any:
             _bad(param, f"{param}{place} is no JSON: {error}")
     if not isinstance(schema, dict | bool):
         _bad(param, f"{param}{place} must be a JSON schema: an object")
+    try:
+        why = _not_followed(schema)
+    except RecursionError:
+        why = "it is too deep"
+    if why:
+        _bad(param, f"{param} can't be followed: {why}")
     return schema
+
+
+def _not_followed(schema: Any) -> str:
+    """What of a schema llguidance takes, and would write output for that isn't valid; "" when nothing is."""
+    if isinstance(schema, list):
+        return next(filter(None, map(_not_followed, schema)), "")
+    if not isinstance(schema, dict):
+        return ""
+    least, named = schema.get("minProperties"), schema.get("required")
+    if isinstance(least, int) and least >= 2 + len(named if isinstance(named, list) else ()):
+        return f"minProperties {least} asks for members that nothing names, and one name might be written twice"
+    for name, value in schema.items():
+        if name in ("const", "enum"):
+            if _has_long_number(value):
+                return f"{name} holds a number of more digits than are kept, beyond 2^53"
+        elif why := _not_followed(list(value.values()) if name in MAPS and isinstance(value, dict) else value):
+            return why
+    return ""
+
+
+def _has_long_number(value: Any) -> bool:
+    if isinstance(value, list | dict):
+        return any(map(_has_long_number, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int) and abs(value) > 1 << 53
 
 
 def _closed(schema: Any) -> Any:

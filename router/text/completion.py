@@ -41,6 +41,11 @@ class ModelFacts:
     encoder: EncoderFacts | None = None
     media_kinds: tuple[str, ...] = ()  # what it takes beside text
     embedding_sizes: tuple[int, ...] = ()  # as in NodeInfo
+    aliases: tuple[str, ...] = ()  # what else clients may call it
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
 
     @property
     def max_input_len(self) -> int:
@@ -90,7 +95,7 @@ def with_placeholders(token_ids: list[int], media: Sequence[MediaItem]) -> list[
 
 
 def check_model(name: str | None, facts: ModelFacts) -> None:
-    if name is not None and name != facts.name:
+    if name is not None and name not in facts.names:
         raise ModelNotFoundError(
             f"the model {name[:200]!r} does not exist; this server has {facts.name!r}", param="model"
         )

@@ -70,7 +70,8 @@ class RouterInThread:
         **options: Any,
     ) -> None:
         options.setdefault("timeouts", FAST)
-        self.options = RouterOptions(model=ModelOptions(model=str(folder)), port=0, nodes=nodes, **options)
+        options.setdefault("model", ModelOptions(model=str(folder)))
+        self.options = RouterOptions(port=0, nodes=nodes, **options)
         self._sources = sources or Sources()
         self._serving = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)

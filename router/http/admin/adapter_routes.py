@@ -41,7 +41,7 @@ def add_adapter_routes(app: FastAPI, service: CompletionService, gate: Gate) -> 
         body = service.bodies.read(LoadAdapterBody, await read_body(request.scope, request.receive, limit))
         adapters = _enabled(service)
         name, facts = body.lora_name, await service.awaited_facts()
-        if name == facts.name:
+        if name in facts.names:
             raise InvalidRequestError(f"{name!r} is the model itself; choose another name", param="lora_name")
         if name in adapters.all() and not body.load_inplace:
             raise InvalidRequestError(

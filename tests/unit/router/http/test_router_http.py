@@ -14,6 +14,7 @@ from router_in_thread import VOCAB_SIZE, RouterInThread
 
 import tandem
 from stand_in_node import StandInNode, stand_in_output
+from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.wire.parts import Targets
 from tandem.engine.process.version import version
 from tandem.router.text.tokenizer import Tokenizer
@@ -59,6 +60,16 @@ def expected(tokenizer: Tokenizer, num_tokens: int, prompt: str = PROMPT, sample
 
 
 # --- whole responses ------------------------------------------------------------------------------------------
+
+
+def test_a_model_of_several_names(folder: Path, node: StandInNode) -> None:
+    model = ModelOptions(str(folder), served_name="one, two")
+    with RouterInThread(folder, (node.address,), model=model) as router:
+        router.wait_ready()
+        cards = router.client.get("/v1/models").json()["data"]
+        assert [(card["id"], card["root"]) for card in cards] == [("one", "one"), ("two", "one")]
+        assert [complete(router, max_tokens=1, model=name)["model"] for name in ("one", "two")] == ["one", "two"]
+        assert router.client.post("/v1/completions", json={"prompt": "a", "model": "one, two"}).status_code == 404
 
 
 def test_a_completion(router: RouterInThread, tokenizer: Tokenizer) -> None:

@@ -22,7 +22,7 @@ from tandem.router.chat.deltas import ChatMessage
 from tandem.router.chat.parsers import CALL_PARSERS, HARMONY, Parsers
 from tandem.router.structured.answer import answer_of
 from tandem.router.structured.calls import ChatGrammar, Thinking, Tool
-from tandem.router.structured.parts import Part
+from tandem.router.structured.parts import Part, schema_of
 from tandem.router.structured.spelling import Spelling
 from tandem.router.text.body_reader import BodyReader
 from tandem.router.text.openai_api import CompletionBody, GenerationBody
@@ -206,6 +206,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "structural_tag", "structures": [], "triggers": ["<"]}}, "response_format", "`tags`"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs", "no JSON"),
     ({"structured_outputs": {"json": 3}}, "structured_outputs", "must be a JSON schema"),
+    ({"guided_json": {"properties": {"const": {"enum": [[{"a": 1 << 60}]]}}}}, "guided_json", "enum holds a number"),
+    ({"guided_json": {"anyOf": [{"minProperties": 3, "required": ["a"]}]}}, "guided_json", "might be written twice"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs", ">= 1"),
     ({"structured_outputs": {"regx": "a"}}, "structured_outputs", "regex"),
     ({"guided_grammar": "root ::= ("}, "guided_grammar", "neither Lark nor GBNF"),
@@ -219,6 +221,11 @@ def test_what_is_not_well_formed_names_its_field(fields: dict[str, Any], param: 
         answer_of(body(**fields), spelling("texts"))
     assert caught.value.param == param
     assert says in caught.value.message
+
+
+def test_a_schema_that_is_too_deep_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="too deep"):
+        schema_of(functools.reduce(lambda inner, _: {"not": inner}, range(5000), {}), "guided_json", "")
 
 
 def test_a_body_that_asks_for_nothing_is_free() -> None:
