@@ -1,6 +1,10 @@
-"""What one unit of some work takes, smoothed over measurements. Pure."""
+"""What one unit of some work takes, smoothed over measurements, and which prompts can be in time by that: nodes order
+them by this rule, and routers foresee it. Pure."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Generic, NamedTuple, TypeVar
 
 SMOOTHING = 0.2  # a guess: the weight of the newest measurement
 FORGETTING = 0.98  # a guess: what each `doubt` leaves of a rate
@@ -20,3 +24,33 @@ class Rate:
     def doubt(self) -> None:
         """Lowers the rate a little. To be called when the rate kept us from work that would have measured it again."""
         self.seconds *= FORGETTING
+
+
+T = TypeVar("T")
+
+
+class Due(NamedTuple, Generic[T]):
+    """A prompt that waits to be computed, or is. Times are seconds of one monotonic clock."""
+
+    prompt: T
+    due_at: float
+    num_tokens: int  # left to compute
+    priority: int = 0
+    order: int = 0  # among equals
+    spare_s: float = 0.0  # by which it is to be early
+
+
+def fewest_late(prompts: Iterable[Due[T]], token_s: float, free_at: float) -> tuple[list[Due[T]], list[Due[T]]]:
+    """Returns those that make it, in the order in which they are to be computed from `free_at` on at `token_s` a token,
+    and those that don't: by deadline, and while somebody would be late the largest gives way (Moore 1968)."""
+    on_time: list[Due[T]] = []
+    late: list[Due[T]] = []
+    for each in sorted(prompts, key=lambda p: (p.priority, p.due_at, p.order)):
+        on_time.append(each)
+        free_at += each.num_tokens * token_s
+        if free_at > each.due_at - each.spare_s:
+            largest = max(on_time, key=lambda p: (p.priority, p.num_tokens, p.due_at))
+            on_time.remove(largest)
+            late.append(largest)
+            free_at -= largest.num_tokens * token_s
+    return on_time, late

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Protocol
 
+from tandem.engine.contracts.rate import Due, fewest_late
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.request import Request
 
@@ -105,28 +106,19 @@ class SlackOrder:
     def arrange(
         self, started: Sequence[Request], waiting: Sequence[Request], num_cached: CountsTokens = lambda request: 0
     ) -> list[Request]:
-        begun = set(started)
-        due = {request: self.deadline(request) for request in (*started, *waiting)}
-        left = {request: request.num_uncomputed_tokens for request in started}
-        left.update({r: max(1, r.num_uncomputed_tokens - num_cached(r)) for r in waiting})
-        free_at, token_s = self._clock.busy_until(), self._clock.seconds_per_token
-        on_time: list[Request] = []
-        late: list[Request] = []
-        for request in sorted(due, key=lambda r: (r.priority, due[r], r.order)):
-            on_time.append(request)
-            free_at += left[request] * token_s
-            spare = 0.0 if request in begun else MARGIN * self._target_s
-            if free_at > due[request] - spare:
-                largest = max(on_time, key=lambda r: (r.priority, left[r], due[r]))
-                on_time.remove(largest)
-                late.append(largest)
-                free_at -= left[largest] * token_s
+        spare_s, token_s = MARGIN * self._target_s, self._clock.seconds_per_token
+        due = [Due(r, self.deadline(r), r.num_uncomputed_tokens, r.priority, r.order) for r in started]
+        for r in waiting:
+            left = max(1, r.num_uncomputed_tokens - num_cached(r))
+            due.append(Due(r, self.deadline(r), left, r.priority, r.order, spare_s))
+        on_time, late = fewest_late(due, token_s, self._clock.busy_until())
         patience_s = LATE_STRETCH * token_s
-        late.sort(key=lambda r: (r.priority, self._arrivals[r] + patience_s * left[r], r.order))
-        self._late = late[0] if late else None
-        if late and (not on_time or self._credit >= left[late[0]] or self._credit >= MAX_CREDIT):
-            return [late[0], *on_time, *late[1:]]
-        return on_time + late
+        late.sort(key=lambda d: (d.priority, self._arrivals[d.prompt] + patience_s * d.num_tokens, d.order))
+        first, last = [d.prompt for d in on_time], [d.prompt for d in late]
+        self._late = last[0] if last else None
+        if late and (not first or self._credit >= min(late[0].num_tokens, MAX_CREDIT)):
+            return [last[0], *first, *last[1:]]
+        return first + last
 
     def launched(self, tokens: Sequence[tuple[Request, int]]) -> None:
         if self._late is None:

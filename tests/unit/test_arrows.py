@@ -119,6 +119,8 @@ PURE_MODULES = (
     "router/chat/thinking.py",
     "router/nodes/orphans.py",
     "router/nodes/outbox.py",
+    "router/placing/elastic.py",
+    "router/placing/outlook.py",
     "router/placing/placement.py",
     "router/placing/policies.py",
     "router/placing/rebalancing.py",

@@ -10,10 +10,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
+from tandem.deploy.bench.simulated.elastic_router import ElasticRouter
 from tandem.deploy.bench.simulated.job import Job
 from tandem.deploy.bench.simulated.node import SimulatedNode
-from tandem.deploy.bench.simulated.router import EPOCH, SimulatedRouter, status_of
+from tandem.deploy.bench.simulated.router import EPOCH, Router, SimulatedRouter
 from tandem.deploy.bench.simulated.shape import ClusterShape
 from tandem.deploy.bench.trace import TraceRequest
 from tandem.engine.contracts.config import PlacementName
@@ -24,6 +26,7 @@ from tandem.kv_connector.directory.records import Batch, DirectoryEvent, decode_
 HEARTBEAT_S = 0.5  # engine/contracts/config.py
 FLUSH_S = 0.01  # of the directory's publisher
 
+PolicyName = PlacementName | Literal["elastic"]
 Channel = Callable[[Sequence[Batch]], list[DirectoryEvent]]
 
 
@@ -35,8 +38,14 @@ def wire_channel(batches: Sequence[Batch]) -> list[DirectoryEvent]:
 class Simulation:
     """`run()` once; then `jobs` holds every request's times and hits, `nodes` the loads."""
 
-    def __init__(self, shape: ClusterShape, policy: PlacementName, channel: Channel = wire_channel) -> None:
+    def __init__(
+        self, shape: ClusterShape, policy: PlacementName | Literal["elastic"], channel: Channel = wire_channel
+    ) -> None:
         self._by_id: dict[str, SimulatedNode] = {}
+        self._sources: dict[Job, SimulatedNode] = {}  # of prompts that decode elsewhere
+        # When a node's step ends, or a prompt that was handed over is there.
+        self._heap: list[tuple[float, int, SimulatedNode, Job | None]] = []
+        self._pushed = 0
         self.nodes = [
             SimulatedNode(
                 f"node-{index:03}",
@@ -53,15 +62,15 @@ class Simulation:
         self._channel = channel
         self._by_id.update({node.node_id: node for node in self.nodes})
         self._owners = {node.node_id: OwnView(NodeKey(node.node_id, EPOCH)) for node in self.nodes}
-        self._routers = [SimulatedRouter(policy, index, self.nodes) for index in range(shape.num_routers)]
-        self._costs = shape.costs
-        # When a node's step ends, or a prompt that was handed over is there.
-        self._heap: list[tuple[float, int, SimulatedNode, Job | None]] = []
-        self._pushed = 0
+        self._routers: list[Router] = [
+            ElasticRouter(self.nodes, shape.costs, shape.targets, shape.most_nodes)
+            if policy == "elastic"
+            else SimulatedRouter(policy, index, self.nodes, shape.costs)
+            for index in range(shape.num_routers)
+        ]
         self._ping = 0
         self._flush_at = math.inf
         self._changed: dict[str, SimulatedNode] = {}
-        self._sources: dict[Job, SimulatedNode] = {}  # of prompts that decode elsewhere
         for node in self.nodes:  # the first batch of a node is a reset
             self._publish(node)
 
@@ -86,15 +95,16 @@ class Simulation:
         now = request.arrival_s
         job = Job(request, request.block_hashes(), now)
         self.jobs.append(job)
-        router = self._routers[index % len(self._routers)]
-        computing, decoding, peer = router.place(job, self._ping, now)
-        node = self._by_id[computing]
-        job.peer = self._by_id[peer].cache if peer else None
-        if decoding != computing:
-            job.decode_on = decoding
-            self._sources[job] = node
-        node.submit(job, now)
-        self._schedule(node)
+        placing = self._routers[index % len(self._routers)].place(job, self._ping, now)
+        nodes = [self._by_id[node_id] for node_id in placing.computing]
+        job.peer = self._by_id[placing.peer].cache if placing.peer else None
+        job.num_nodes = len(nodes)
+        if nodes != [self._by_id[placing.decoding]]:
+            job.decode_on = placing.decoding
+            self._sources[job] = nodes[0]
+        for node in nodes:
+            node.submit(job, now)
+            self._schedule(node)
 
     def _next_event(self) -> None:
         at, _, node, job = heapq.heappop(self._heap)
@@ -105,9 +115,10 @@ class Simulation:
             num_done = len(node.done)
             node.advance()
             self._stores(node, at)
-            for each in node.done[num_done:]:
-                self._gave_back(node, each, at)
+            if len(node.done) > num_done:
+                self._grant(node, at)
             for each in node.computed:
+                self._sources[each] = node
                 if each.is_granted:
                     self._hand_over(each, at)
             node.computed.clear()
@@ -122,22 +133,18 @@ class Simulation:
 
     # --- hand-offs --------------------------------------------------------------------------------------------
 
-    def _claim(self, job: Job) -> None:
+    def _claim(self, job: Job, now: float) -> None:
         sink = self._by_id[job.decode_on]
         job.num_held = sink.num_held(job)
         sink.grants.claim(job)
-        for granted in sink.grants.granted():
-            assert granted is job, "others were granted when there was room"
+        self._grant(sink, now)
 
-    def _gave_back(self, node: SimulatedNode, job: Job, now: float) -> None:
-        """A sequence has ended on the node: others may have its blocks."""
-        if self._sources.pop(job, None) is None or not job.is_granted:
-            return
-        node.grants.ended(job)
-        for granted in node.grants.granted():
-            self._sources[granted].link.pushed_late(granted, now)
-            if granted.computed_at:
-                self._hand_over(granted, now)
+    def _grant(self, sink: SimulatedNode, now: float) -> None:
+        """Has those go on whose turn it is at a node that has room."""
+        for job in sink.grants.granted():
+            self._sources[job].link.pushed_late(job, now)
+            if job.computed_at:
+                self._hand_over(job, now)
 
     def _hand_over(self, job: Job, now: float) -> None:
         self._push(self._sources[job].link.ready_at(now), self._by_id[job.decode_on], job)
@@ -155,9 +162,8 @@ class Simulation:
     def _beat(self, now: float) -> None:
         self._ping += 1
         for node in self.nodes:
-            status = status_of(node, self._ping, self._costs)
             for router in self._routers:
-                router.views[node.node_id].note_status(status, now)
+                router.hear(node, self._ping, now)
 
     def _flush(self) -> None:
         self._flush_at = math.inf

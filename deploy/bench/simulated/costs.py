@@ -37,6 +37,8 @@ class CostModel:
     fetch_s_per_token: float = 0.0  # a hit on a peer, brought here; 0: nodes don't fetch
     push_s_per_token: float = 131_072 / 330e9  # a token's KV, over the source's link
     handover_s: float = 0.0032  # from a prompt's last push to its place in the decode batch, but for steps that run
+    num_layers: int = 32
+    layer_handover_s: float = 0.0005  # of one layer's KV to a node that waits for it, beside its bytes; a guess
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
 
@@ -53,6 +55,11 @@ class CostModel:
         """Seconds of a step of decodes and prompt work."""
         least = self.launch_s if num_prompt_tokens > self.replayed else 0.0
         return max(least, decode_s + prompt_s)
+
+    def lag_s(self, begin: int, num_tokens: int) -> float:
+        """Seconds by which the chunk after this one ends later, if another node computes it at the same time."""
+        layer_s = self.prompt_s(begin, num_tokens) / self.num_layers
+        return layer_s + num_tokens * self.push_s_per_token / self.num_layers + self.layer_handover_s
 
     def table(self, ladder: Iterable[int] = LADDER) -> dict[int, float]:
         """What a node would measure at its start: seconds of a step by its tokens."""

@@ -7,6 +7,7 @@ source is pushed as the prompt begins, what the sink holds is not. A prompt with
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from tandem.deploy.bench.simulated.costs import CostModel
 from tandem.deploy.bench.simulated.job import Job
@@ -21,17 +22,13 @@ class Link:
         self._free_at = 0.0
 
     def pushed_with(self, work: PromptWork, now: float) -> None:
-        """Notes a step that begins now: what it computes and what its prompts found cached goes over the link."""
-        for job in work.begun:
-            if job.is_granted:
-                computed_now = sum(num for other, num in work.chunks if other is job)
-                self._push(job.num_computed - computed_now - job.num_held, now)
+        """Notes a step that begins now: what it computes goes over the link."""
         for job, num_tokens in work.chunks:
             if job.is_granted:
                 self._push(min(num_tokens, job.num_computed - job.num_held), now)
 
     def pushed_late(self, job: Job, now: float) -> None:
-        """Notes that a prompt was granted blocks after it had begun."""
+        """Notes that a prompt is granted room: what has been computed of it by now goes over the link."""
         self._push(job.num_computed - job.num_held, now)
 
     def ready_at(self, now: float) -> float:
@@ -43,11 +40,12 @@ class Link:
 
 
 class Grants:
-    """The blocks of a node that decodes, in tokens: granted in the order of claims, given back as sequences end."""
+    """The room of a node that decodes: granted in the order of claims. `room`: tokens that are free of streams."""
 
-    def __init__(self, num_tokens: int) -> None:
-        self._num_free = num_tokens
+    def __init__(self, room: Callable[[], int]) -> None:
+        self._room = room
         self._claims: deque[Job] = deque()
+        self.num_pending = 0  # tokens that are granted to sequences that are not here yet
 
     def claim(self, job: Job) -> None:
         self._claims.append(job)
@@ -55,12 +53,16 @@ class Grants:
     def granted(self) -> list[Job]:
         """Those whose turn it is and for whom there is room; they have it now."""
         found = []
-        while self._claims and self._claims[0].num_prompt_tokens <= self._num_free:
+        while self._claims and self._claims[0].num_prompt_tokens <= self._room() - self.num_pending:
             job = self._claims.popleft()
-            self._num_free -= job.num_prompt_tokens
+            self.num_pending += job.num_prompt_tokens
             job.is_granted = True
             found.append(job)
         return found
 
-    def ended(self, job: Job) -> None:
-        self._num_free += job.num_prompt_tokens
+    def taken(self, job: Job) -> None:
+        """Notes that it is a stream from now on."""
+        if job.is_granted:
+            self.num_pending -= job.num_prompt_tokens
+        elif job in self._claims:  # computed here in the end
+            self._claims.remove(job)

@@ -51,7 +51,7 @@ class SimulatedNode:
         host_tokens: int,
         targets: Targets = NO_TARGETS,
         role: str = "unified",
-        claim: Callable[[Job], None] = lambda job: None,
+        claim: Callable[[Job, float], None] = lambda job, now: None,
     ) -> None:
         """`claim` is called as a prompt begins that will be handed over."""
         self.node_id, self.role = node_id, role
@@ -61,7 +61,8 @@ class SimulatedNode:
         self.computed: list[Job] = []
         self.cache = TieredCache(gpu_tokens // TRACE_BLOCK, host_tokens // TRACE_BLOCK)
         self.num_blocks = gpu_tokens // TRACE_BLOCK
-        self.link, self.grants = Link(costs), Grants(gpu_tokens)
+        self._context = 0
+        self.link, self.grants = Link(costs), Grants(lambda: gpu_tokens - self._context)
         self._now = 0.0
         self._costs, self._claim = costs, claim
         options = options_of(role, targets, costs.max_num_batched_tokens)
@@ -76,7 +77,7 @@ class SimulatedNode:
         self._decoding: list[tuple[int, int, Job]] = []  # heap by the step that makes the last token
         self._resuming: list[Job] = []  # handed over, without a slot
         self._steps = StepCount()
-        self._num_jobs = self._context = 0
+        self._num_jobs = 0
         self._run = (0.0, 0.0, 0)  # of decode steps alone: began at, seconds of one, how many
 
     # --- what a Status tells ----------------------------------------------------------------------------------
@@ -95,7 +96,24 @@ class SimulatedNode:
 
     @property
     def num_free_blocks(self) -> int:
-        return max(0, self.num_blocks - self._context // TRACE_BLOCK)
+        return max(0, self.num_blocks - (self._context + self.grants.num_pending) // TRACE_BLOCK)
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._decoding) + len(self._resuming)
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds of a step of its streams alone."""
+        return self._costs.decode_s(len(self._decoding), self._context)
+
+    def free_s(self, now: float) -> float:
+        """Seconds until the step that runs has ended; of decodes alone it makes room for prompts sooner."""
+        return max(0.0, self.next_at - now) if self._has_prompts is not None else 0.0
+
+    def prompts_due(self, now: float) -> tuple[tuple[float, int], ...]:
+        """Says of each prompt in how many seconds its first token is due, and what is left here to compute of it."""
+        return tuple((at - now, num_tokens) for at, num_tokens in self._prompts.due())
 
     def num_held(self, job: Job) -> int:
         """Tokens of a prompt that its cache holds."""
@@ -173,16 +191,18 @@ class SimulatedNode:
 
     def _first_token(self, job: Job, now: float) -> None:
         job.first_token_at = now
-        self.cache.use(job.hashes)
+        if job.num_nodes == 1 or job.decode_on == self.node_id:  # else it is kept where it decodes alone
+            self.cache.use(job.hashes)
         if job.request.num_output_tokens == 1:
             self._finish(job, now)
-        elif job.decode_on:
+        elif job.decode_on and job.decode_on != self.node_id:
             job.computed_at = now
             self.computed.append(job)
         else:
             self._decode(job)
 
     def _decode(self, job: Job) -> None:
+        self.grants.taken(job)
         job.steps, job.last_step = self._steps, self._steps.num + job.request.num_output_tokens - 1
         self._context += job.num_prompt_tokens
         self._num_jobs += 1
@@ -206,15 +226,27 @@ class SimulatedNode:
             return
         self._budget.had()
         self._clock.launched(self._steps.num + 1, rows + work.num_tokens, work.num_tokens)
-        for job in work.begun:
-            if job.decode_on:
-                self._claim(job)
         self.link.pushed_with(work, now)
+        for job in work.begun:
+            if job.decode_on and not job.has_claimed:
+                job.has_claimed = True
+                self._claim(job, now)
         self._ending, self._has_prompts = work.ended, (rows, work.num_tokens)
         step_s = self._costs.step_with(step_s, work.seconds, work.num_tokens)
         self.busy_s += step_s
         self.prefill_s += work.seconds
         self.next_at = now + step_s
+        ends_at = max([self.next_at, *(self._follows_at(job, num_tokens) for job, num_tokens in work.chunks)])
+        self.busy_s += ends_at - self.next_at
+        self.next_at = ends_at
+        for job, _ in work.chunks:
+            job.chunk_ends_at = ends_at
+
+    def _follows_at(self, job: Job, num_tokens: int) -> float:
+        """When a chunk of a shared prompt can have ended: each layer waits for that of the chunk before it."""
+        if job.num_nodes == 1:
+            return 0.0
+        return job.chunk_ends_at + self._costs.lag_s(job.num_computed - num_tokens, num_tokens)
 
     def _num_prompt_tokens(self) -> int:
         if not self._prompts:

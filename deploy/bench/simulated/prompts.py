@@ -13,6 +13,8 @@ from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder, SlackOrder
 
+MOST_SHARED = 2048  # tokens of a chunk of a prompt that several nodes compute
+
 
 @dataclass
 class PromptWork:
@@ -59,13 +61,28 @@ class Prompts:
         """Prompt tokens without KV: of waiting prompts all, for nobody has looked yet what the cache holds of them."""
         return sum(job.num_uncomputed_tokens for job in self)
 
+    def due(self) -> list[tuple[float, int]]:
+        """Says of each prompt when its first token is due, and how many tokens this node will compute of it."""
+        if not isinstance(self._order, SlackOrder):
+            return [(0.0, job.num_uncomputed_tokens) for job in self if job.num_left]
+        found = []
+        for job in self:
+            if job.num_left:
+                cached = 0 if job.hits or job in self._begun else self._num_cached(job)
+                found.append((self._order.deadline(job), max(1, job.num_uncomputed_tokens - cached)))  # type: ignore[arg-type]
+        return found
+
     def arrived(self, job: Job) -> None:
+        if job.num_nodes > 1 and not job.hits:  # the first of its nodes looks for all of them
+            self._look_up(job)
         self._waiting.append(job)
         self._order.arrived(job)  # type: ignore[arg-type]
 
     def plan(self, budget: int, has_room: Callable[[Job], bool]) -> PromptWork:
         """The next step's work, of at most `budget` tokens; it counts as computed."""
         work = PromptWork()
+        for job in [job for job in self if not job.num_left]:  # others of its nodes have computed it
+            self._drop(job)
         arranged = self._arranged()
         chunk = self._options.contended_prefill_chunk
         if chunk and (len(arranged) > 1 or self._order.has_late):
@@ -87,19 +104,26 @@ class Prompts:
         self._waiting.remove(job)
         self._begun.append(job)
         work.begun.append(job)
-        work.seconds += self._look_up(job)
+        if not job.hits:
+            self._look_up(job)
+        # What one of several nodes found is pushed to each of the others.
+        work.seconds += job.loading_s or job.num_found * self._costs.push_s_per_token * (job.num_nodes > 1)
+        job.loading_s = 0.0
 
     def _compute(self, job: Job, budget: int, work: PromptWork) -> int:
-        num_tokens = min(budget, job.num_uncomputed_tokens)
+        num_tokens = min(budget, job.num_left, MOST_SHARED if job.num_nodes > 1 else job.num_left)
         work.seconds += self._costs.prompt_s(job.num_computed, num_tokens)
         work.num_tokens += num_tokens
         work.chunks.append((job, num_tokens))
         job.num_computed += num_tokens
-        if not job.num_uncomputed_tokens:
-            self._begun.remove(job)
+        if not job.num_left:
+            self._drop(job)
             work.ended.append(job)
-            self._order.ended(job)  # type: ignore[arg-type]
         return num_tokens
+
+    def _drop(self, job: Job) -> None:
+        (self._begun if job in self._begun else self._waiting).remove(job)
+        self._order.ended(job)  # type: ignore[arg-type]
 
     def _arranged(self) -> Sequence[Job]:
         arranged = self._order.arrange(self._begun, self._waiting, self._num_cached)  # type: ignore[arg-type]
@@ -108,8 +132,8 @@ class Prompts:
     def _num_cached(self, job: Job) -> int:
         return min(TRACE_BLOCK * self._cache.match(job.hashes)[0], job.num_prompt_tokens - 1)
 
-    def _look_up(self, job: Job) -> float:
-        """Sets what need not be computed; returns the seconds that it takes to get it."""
+    def _look_up(self, job: Job) -> None:
+        """Sets what need not be computed, and the seconds that it takes to get it."""
         num_blocks, in_host = self._cache.match(job.hashes)
         most = job.num_prompt_tokens - 1
         held = min(num_blocks * TRACE_BLOCK, most)
@@ -117,5 +141,5 @@ class Prompts:
         at_peer = TRACE_BLOCK * job.peer.match(job.hashes)[0] if job.peer is not None else 0
         fetched = max(0, min(at_peer, most) - held)
         job.hits = {"gpu": held - from_host, "cpu": from_host, "peer": fetched}
-        job.num_computed = held + fetched
-        return from_host * self._costs.host_s_per_token + fetched * self._costs.fetch_s_per_token
+        job.num_computed = job.num_found = held + fetched
+        job.loading_s = from_host * self._costs.host_s_per_token + fetched * self._costs.fetch_s_per_token

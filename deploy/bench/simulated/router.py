@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from tandem.deploy.bench.simulated.costs import CostModel
 from tandem.deploy.bench.simulated.job import Job
@@ -22,41 +23,73 @@ EPOCH = 1
 LOCAL_TAIL_TOKENS = 256  # engine/contracts/config.py
 
 
-class SimulatedRouter:
-    """Learns of nodes by statuses and by batches of the directory, and places."""
+class Placing(NamedTuple):
+    """Ids of the nodes that compute a prompt, its chunks in turn, that decodes, and that is pulled from ("": none)."""
 
-    def __init__(self, policy: PlacementName, index: int, nodes: Sequence[SimulatedNode]) -> None:
-        self.policy = make_policy(policy, seed=index)
-        self.mirror = Mirror()
-        self.views = {
-            node.node_id: NodeView(
-                NodeInfo(node_id=node.node_id, epoch=EPOCH, role=node.role),  # type: ignore[arg-type]
-                status_of(node, 0, CostModel()),
-            )
-            for node in nodes
-        }
+    computing: tuple[str, ...]
+    decoding: str
+    peer: str
+
+
+class Router(Protocol):
+    """What a cluster asks of its routers."""
+
+    def take(self, events: Sequence[DirectoryEvent]) -> None: ...
+
+    def hear(self, node: SimulatedNode, ping: int, now: float) -> None:
+        """Takes a node's answer to a ping."""
+
+    def place(self, job: Job, ping: int, now: float) -> Placing:
+        """The job's nodes. Views of them count it at once."""
+
+
+class SimulatedMirror:
+    """A router's copy of the directory: who has how much of a prompt."""
+
+    def __init__(self, nodes: Sequence[SimulatedNode]) -> None:
+        self._mirror = Mirror()
         for node in nodes:
-            self.mirror.adopt(NodeKey(node.node_id, EPOCH))
+            self._mirror.adopt(NodeKey(node.node_id, EPOCH))
 
     def take(self, events: Sequence[DirectoryEvent]) -> None:
         for event in events:
             assert isinstance(event, Batch)
-            assert self.mirror.apply(event) is Outcome.APPLIED, "a batch was lost"
+            assert self._mirror.apply(event) is Outcome.APPLIED, "a batch was lost"
 
-    def place(self, job: Job, ping: int, now: float) -> tuple[str, str, str]:
-        """The ids of the node that computes, that decodes, and that the first pulls from ("": none). Views count the
-        job at once."""
-        found = self.mirror.longest_prefix(job.hashes)
-        cached: dict[NodeKey, int] = {owner: TRACE_BLOCK * length for owner, length in found.items()}
+    def cached(self, job: Job) -> dict[NodeKey, int]:
+        """Leading prompt tokens, by node."""
+        return {owner: TRACE_BLOCK * length for owner, length in self._mirror.longest_prefix(job.hashes).items()}
+
+
+class SimulatedRouter:
+    """Learns of nodes by statuses and by batches of the directory, and places by a policy of the product."""
+
+    def __init__(self, policy: PlacementName, index: int, nodes: Sequence[SimulatedNode], costs: CostModel) -> None:
+        self._policy = make_policy(policy, seed=index)
+        self._mirror = SimulatedMirror(nodes)
+        self._costs = costs
+        self._views = {node.node_id: NodeView(_info(node), status_of(node, 0, costs)) for node in nodes}
+
+    def take(self, events: Sequence[DirectoryEvent]) -> None:
+        self._mirror.take(events)
+
+    def hear(self, node: SimulatedNode, ping: int, now: float) -> None:
+        self._views[node.node_id].note_status(status_of(node, ping, self._costs), now)
+
+    def place(self, job: Job, ping: int, now: float) -> Placing:
         request = PlacementRequest(job.num_prompt_tokens, job.request.num_output_tokens)
-        views = list(self.views.values())
-        placement = find_placement(request, views, cached, LOCAL_TAIL_TOKENS, self.policy, now)
+        views, cached = list(self._views.values()), self._mirror.cached(job)
+        placement = find_placement(request, views, cached, LOCAL_TAIL_TOKENS, self._policy, now)
         assert placement is not None
         for choice in placement.choices:
             choice.node.note_placement(ping, choice.num_computed_tokens, 1, now, choice.num_new_tokens)
         computing = placement.prefill or placement.primary
         peer = placement.prefix.peer.node_id if placement.prefix is not None else ""
-        return computing.node_id, placement.primary.node_id, peer
+        return Placing((computing.node_id,), placement.primary.node_id, peer)
+
+
+def _info(node: SimulatedNode) -> NodeInfo:
+    return NodeInfo(node_id=node.node_id, epoch=EPOCH, role=node.role)  # type: ignore[arg-type]
 
 
 def status_of(node: SimulatedNode, sequence: int, costs: CostModel) -> Status:

@@ -19,6 +19,7 @@ class ClusterShape:
     num_routers: int = 1
     costs: CostModel = field(default_factory=CostModel)
     targets: Targets = NO_TARGETS  # that the nodes keep
+    most_nodes: int = 4  # that compute one prompt, where the placement is elastic
     num_prefill: int = 0
     num_decode: int = 0
 

@@ -6,13 +6,15 @@ import dataclasses
 
 import pytest
 
-from tandem.deploy.bench.simulated.cluster import Simulation
+from tandem.deploy.bench.simulated.cluster import PolicyName, Simulation
 from tandem.deploy.bench.simulated.costs import CostModel
 from tandem.deploy.bench.simulated.handoffs import Grants
 from tandem.deploy.bench.simulated.job import Job
 from tandem.deploy.bench.simulated.shape import ClusterShape, read_counts
 from tandem.deploy.bench.trace import TRACE_BLOCK, TraceRequest
+from tandem.deploy.bench.trace_report import summarize_jobs
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.wire.parts import Targets
 
 FLAT = CostModel(prefill_s_per_token=1e-3, prefill_s_per_token_and_context=0.0, step_s=0.1, sequence_s=0.0,
                  context_s_per_token=0.0, host_s_per_token=0.0, push_s_per_token=1e-6, handover_s=0.01)  # fmt: skip
@@ -23,8 +25,8 @@ def request(at: float, blocks: range, output: int = 11) -> TraceRequest:
     return TraceRequest(at, TRACE_BLOCK * len(blocks), output, tuple(blocks))
 
 
-def run(shape: ClusterShape, *requests: TraceRequest) -> Simulation:
-    simulation = Simulation(shape, "prefix_aware")
+def run(shape: ClusterShape, *requests: TraceRequest, policy: PolicyName = "prefix_aware") -> Simulation:
+    simulation = Simulation(shape, policy)
     simulation.run(requests)
     for node in simulation.nodes:
         node.check_integrity()
@@ -72,13 +74,48 @@ def test_a_first_token_that_ends_it_goes_nowhere() -> None:
 
 
 def test_room_is_granted_in_the_order_of_claims() -> None:
-    grants = Grants(5 * TRACE_BLOCK)
+    grants = Grants(lambda: 5 * TRACE_BLOCK)
     large, small, last = (Job(request(0.0, range(n)), [], 0.0) for n in (4, 2, 1))
     for job in (large, small, last):
         grants.claim(job)
     assert grants.granted() == [large]
-    grants.ended(large)
+    assert grants.granted() == []
+    grants.taken(large)
     assert grants.granted() == [small, last]
+
+
+def test_several_nodes_take_a_long_prompts_chunks_in_turn() -> None:
+    """Four nodes compute 16,384 tokens at 1 ms each, in chunks of 2,048; each chunk ends a layer's time after the one
+    before it, and all of it is kept where it decodes."""
+    shape = ClusterShape(4, 100 * TRACE_BLOCK, 0, costs=FLAT, targets=Targets(6.0, 0.4))
+    simulation = run(shape, request(0.0, range(32)), policy="elastic")
+    (job,) = simulation.jobs
+    chunk_s = 2.048 + FLAT.step_s
+    assert job.num_nodes == 4
+    assert 2 * chunk_s < job.first_token_at < 2 * chunk_s + 7 * (2.048 / 32 + 0.01)
+    assert job.finished_at == pytest.approx(job.first_token_at + 0.01 + 10 * 0.1)
+    assert sorted(node.cache.match(job.hashes)[0] for node in simulation.nodes) == [0, 0, 0, 32]
+
+
+def test_the_elastic_rule_keeps_more_targets_than_any_fixed_division() -> None:
+    """Bursts of short prompts with a long one among them, 1.64 s of one node's work, that none can compute in time
+    alone."""
+    targets = Targets(1.0, 0.1)
+    requests = [request(0.0, range(9000 + i, 9001 + i), output=100) for i in range(4)]
+    for turn in range(1, 6):
+        first = 1000 * turn
+        requests.append(request(4.0 * turn, range(first, first + 32), output=5))
+        requests += [request(4.0 * turn, range(first + 40 + i, first + 41 + i), output=5) for i in range(6)]
+    faster = dataclasses.replace(FLAT, prefill_s_per_token=1e-4, step_s=0.01)
+    whole = ClusterShape(4, 400 * TRACE_BLOCK, 0, costs=faster, targets=targets)
+    split = dataclasses.replace(whole, num_nodes=0, num_prefill=2, num_decode=2)
+    good = {}
+    for shape, policy in ((whole, "elastic"), (whole, "prefix_aware"), (whole, "round_robin"), (split, "prefix_aware")):
+        simulation = run(shape, *requests, policy=policy)  # type: ignore[arg-type]
+        report = summarize_jobs(simulation.jobs, simulation.nodes, targets)
+        good[policy, len(shape.roles) - shape.num_nodes] = report.good_share
+    best = good.pop(("elastic", 0))
+    assert best > max(good.values())
 
 
 @pytest.mark.parametrize(("text", "counts"), [("4", (4, 0, 0)), ("2+1", (0, 2, 1))])

@@ -251,6 +251,9 @@ def test_the_command_prints_policies_beside_the_bound(tmp_path: Path, capsys: py
     speeds = {line.split(":")[0].strip(): float(line.split(":")[1]) for line in lines[6:]}
     assert speeds["prefix_aware"] >= speeds["round_robin"] > 1
     assert main(["bench", "--simulate", "2"]) == 2
+    assert main(["bench", "--trace", path, "--simulate", "2", "--policies", "elastic,fastest"]) == 2
+    assert main(["bench", "--trace", path, "--simulate", "2", "--policies", "elastic"]) == 2
+    assert main(["bench", "--trace", path, "--simulate", "1+1", "--policies", "elastic", "--deadlines"]) == 0
     assert main(["bench", "--trace", str(tmp_path / "missing"), "--simulate", "2"]) == 2
 
 
