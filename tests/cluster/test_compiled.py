@@ -41,6 +41,8 @@ def test_greedy_tokens_are_those_of_transformers(family: str, backend: str, monk
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     folder, sizes = made(family), {"num_blocks": 64, "compile": True}
     with make_pair("local", model=folder, decode=sizes, prefill={**sizes, "chunk": 64}) as pair:
+        for node in (pair.decode, pair.prefill):
+            node.process.runner.warmup()  # compiles, which may take longer than a client is patient
         prompts = [random_prompt(length, seed=length) for length in LENGTHS]
         split = [pair.submit(prompt, GREEDY) for prompt in prompts]
         alone = [pair.client.submit(f"alone-{len(p)}", p, GREEDY, decode=pair.decode.info) for p in prompts]
