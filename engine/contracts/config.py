@@ -274,6 +274,7 @@ class RouterOptions:
     http_keep_alive_s: Annotated[PositiveSeconds, "how long a connection may be idle between two requests"] = 75.0
     stream_queue: Annotated[Positive, "undelivered events of one stream after which its client counts as stuck"] = 1024
     placement: Annotated[PlacementName, "how nodes are chosen for requests (docs/placement.md)"] = "prefix_aware"
+    placement_header: Annotated[bool, "answers say in X-Tandem-Placement which nodes had them, and why"] = True
     rebalance_kv: Annotated[
         Share, "move running sequences to a decode node whose KV pool is less full by this share of it (0: off)"
     ] = 0.0

@@ -83,7 +83,7 @@ class GenerationEndpoint:
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
         try:
             response = await collector.done
-            headers = [(b"content-type", asked.content_type), *placement_headers(generations)]
+            headers = [(b"content-type", asked.content_type), *self._placement(generations)]
         finally:
             self._end(generations, watcher, permit, exchange)
         await send_whole(send, 200, response, headers)
@@ -112,10 +112,10 @@ class GenerationEndpoint:
         watcher = watched_task(wait_for_disconnect(receive), "client", log_only)
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
         try:
-            headers = placement_headers(generations)  # made before there is something to write
+            headers = self._placement(generations)  # made before there is something to write
             batch = await stream.next_batch()
             if len(headers) < len(generations):
-                headers = placement_headers(generations)
+                headers = self._placement(generations)
             await send({"type": "http.response.start", "status": 200, "headers": [*EVENT_HEADERS, *headers]})
             stream.begin()
             while batch:
@@ -124,6 +124,9 @@ class GenerationEndpoint:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._end(generations, watcher, permit, exchange)
+
+    def _placement(self, generations: list[Generation]) -> list[tuple[bytes, bytes]]:
+        return placement_headers(generations) if self._service.options.placement_header else []
 
     def _end(
         self, generations: list[Generation], watcher: asyncio.Future[None], permit: Permit, exchange: HttpExchange

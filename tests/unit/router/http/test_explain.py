@@ -55,6 +55,15 @@ def test_a_session_has_one_home(router: RouterInThread) -> None:
     assert all("by=session" in text for text in told)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_may_keep_it_to_themselves(folder: Path, node: StandInNode, stream: bool) -> None:
+    with RouterInThread(folder, (node.address,), placement_header=False) as router:
+        router.wait_ready()
+        answer = router.client.post("/v1/completions", json={"prompt": "a fox", "max_tokens": 1, "stream": stream})
+        assert answer.status_code == 200
+        assert "x-tandem-placement" not in answer.headers
+
+
 def test_a_prompt_of_two_has_two_headers(router: RouterInThread) -> None:
     response = router.client.post("/v1/completions", json={"prompt": ["a fox", "a dog"], "max_tokens": 1})
     assert len(response.headers.get_list("x-tandem-placement")) == 2
