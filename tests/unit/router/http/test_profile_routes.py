@@ -64,10 +64,10 @@ def test_what_is_out_of_bounds_is_refused(router: RouterInThread, body: dict, pa
 def test_who_does_not_answer_or_goes_is_named(
     router: RouterInThread, nodes: list[StandInNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profile, "START_S", 1.0)
+    monkeypatch.setattr(profile, "START_S", 3.0)
     nodes[1].deaf_to_profiles = True
     errors = {node["node_id"]: node["error"] for node in ask(router, "start")[1]["nodes"]}
-    assert errors == {"n0": None, "n1": "no answer within 1 s"}
+    assert errors == {"n0": None, "n1": "no answer within 3 s"}
     awaited = router.worker.service.cluster.profiles
     assert not awaited._awaited, "nobody waits any more"
     nodes[1].die()
