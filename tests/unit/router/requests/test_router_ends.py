@@ -182,7 +182,7 @@ def test_our_own_fault_is_a_500_in_the_same_shape(folder: Path, nodes: Nodes, st
     node = nodes.start()
     with RouterInThread(folder, addresses(node)) as router:
         router.wait_ready()
-        del router.worker.service.metrics.prompt_tokens  # start() trips over it
+        del router.worker.service.metrics.model.prompt_tokens  # start() trips over it
         response = router.client.post("/v1/completions", json={"prompt": PROMPT, "stream": stream})
         assert response.status_code == 500
         assert response.json()["error"]["type"] == "server_error"
