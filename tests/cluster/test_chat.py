@@ -239,7 +239,7 @@ def test_answers_are_held_to_what_is_asked(client: openai.OpenAI) -> None:
         assert re.fullmatch(fits, completed.choices[0].text)
     json_object: Any = {"response_format": {"type": "json_object"}}
     [cut] = client.completions.create(model="scripted", prompt="Hello", extra_body=json_object, max_tokens=1).choices
-    assert (cut.text, cut.finish_reason) == ("{", "length")
+    assert (cut.text[:1], cut.finish_reason) == ("{", "length"), "one token, which may be longer than the brace"
 
 
 def test_tokens_are_allowed_and_words_are_banned(
