@@ -9,6 +9,7 @@ from pathlib import Path
 import zmq
 
 from tandem.engine.contracts.kv_layout import ModelIdentity
+from tandem.engine.contracts.model_folder import tokenizer_digest
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import Hello, Ping, Status, Welcome
 from tandem.engine.contracts.wire.parts import Message, NodeInfo
@@ -39,7 +40,9 @@ class StandInNode:
         self._step_s = 1 / steps_per_s
         self._token_ids = Tokenizer(MODEL).encode((MODEL / "README.md").read_text())
         self._running: dict[bytes, dict[tuple[str, int], Stream]] = {}  # per router
-        identity = ModelIdentity(config="c", weights="w", tokenizer="t", rope="r", hash_block_size=64)
+        identity = ModelIdentity(
+            config="c", weights="w", tokenizer=tokenizer_digest(MODEL), rope="r", hash_block_size=64
+        )
         self._info = NodeInfo(
             node_id=node_id,
             epoch=1,
