@@ -8,6 +8,13 @@ from typing import Generic, NamedTuple, TypeVar
 
 SMOOTHING = 0.2  # a guess: the weight of the newest measurement
 FORGETTING = 0.98  # a guess: what each `doubt` leaves of a rate
+# A prompt that alone would take longer than is promised is due after so many times what it takes; a guess.
+STRETCH = 1.25
+# Late prompts go in the order of arrival time, or of deadline, plus this many times their remaining work, in seconds; a
+# guess.
+LATE_STRETCH = 8.0
+# What is aimed at, as a share of a target for each token: clients count the way, too; a guess.
+AIMED_AT = 0.95
 
 
 class Rate:

@@ -17,14 +17,12 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Protocol
 
-from tandem.engine.contracts.rate import Due, fewest_late
+from tandem.engine.contracts.rate import LATE_STRETCH, STRETCH, Due, fewest_late
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.request import Request
 
 LATE_SHARE = 1 / 16  # of the prompt tokens that are computed while late prompts wait; a guess
 MAX_CREDIT = 2048.0  # tokens: one chunk; a guess
-# Late prompts go in the order of arrival time plus this many times their remaining work, in seconds; a guess.
-LATE_STRETCH = 8.0
 MOST_YIELDS = 3  # a guess
 AGED_AFTER_S = 30.0  # a guess
 LOOK_EVERY_S = 1.0  # a guess
@@ -78,7 +76,7 @@ class SlackOrder:
     it takes. Work is estimated from the time of earlier steps, which `clock` measures. A stream that computes again
     what it lost is due when its next token is."""
 
-    def __init__(self, target_s: float, clock: StepClock, stretch: float = 1.25) -> None:
+    def __init__(self, target_s: float, clock: StepClock, stretch: float = STRETCH) -> None:
         self._clock = clock
         self._target_s = target_s
         self._stretch = stretch

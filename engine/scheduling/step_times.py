@@ -13,6 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 
 from tandem.engine.contracts.config import SchedulerOptions
+from tandem.engine.contracts.rate import AIMED_AT
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.request import Request
 
@@ -24,9 +25,7 @@ MOST_CHANGE = 0.25  # most that one step counts: beyond it something else than t
 LEAST_PROMPT_TOKENS, LEAST_FREE_TOKENS = 32, 8  # docs/measurements.md#the-gap-of-a-hand-off; 8 is a guess
 # A chunk of so many tokens takes the device as long as its launch takes the host.
 WORTHWHILE_TOKENS = 1024  # docs/measurements.md#deadlines-on-a-trace
-# What is aimed at, as a share of a target for each token: clients count the way, too. And the share of a stream's slack
-# that a step may use: times are estimates. Guesses.
-AIMED_AT, USED_SLACK = 0.95, 0.9
+USED_SLACK = 0.9  # share of a stream's slack that a step may use: times are estimates; a guess
 # Prompts that have waited for streams so many times as long as their chunk takes have it anyway, or they would starve
 # where more is promised than the node can give. A guess.
 PATIENCE = 4.0

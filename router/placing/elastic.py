@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tandem.engine.contracts.keys import NodeKey
+from tandem.engine.contracts.rate import AIMED_AT, STRETCH
 from tandem.router.placing.outlook import Forecast, Outlook
 from tandem.router.placing.policies import DUPLICATE_COST, NO_ROOM_S, SEQUENCE_COST_TOKENS
 
 LATE_S = 10.0  # what somebody who is late costs, in seconds of somebody's waiting; a guess
 MOST_NODES = 4  # that compute one prompt; a guess
 SHARED_TOKENS = 4096  # of a prompt for each node that computes it, at least: shorter parts are all launches; a guess
-STRETCH = 1.25  # a prompt that alone takes longer than promised may take so much longer than that, as on nodes
-AIMED_AT = 0.95  # share of a stream's promised time that nodes aim at
 SHORTLIST = 8  # nodes that are looked at closely: of the least busy ones, and of those that hold most; a guess
 
 

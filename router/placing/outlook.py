@@ -10,10 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from tandem.engine.contracts.keys import NodeKey
-from tandem.engine.contracts.rate import Due, fewest_late
-
-# Late prompts go in the order of their deadlines plus so many times their remaining work; as nodes have it.
-LATE_STRETCH = 8.0  # a guess
+from tandem.engine.contracts.rate import LATE_STRETCH, Due, fewest_late
 
 
 class NodeReport(msgspec.Struct, frozen=True):

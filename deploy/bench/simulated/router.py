@@ -9,7 +9,7 @@ from tandem.deploy.bench.simulated.costs import CostModel
 from tandem.deploy.bench.simulated.job import Job
 from tandem.deploy.bench.simulated.node import SimulatedNode
 from tandem.deploy.bench.trace import TRACE_BLOCK
-from tandem.engine.contracts.config import PlacementName
+from tandem.engine.contracts.config import PlacementName, RouterOptions
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo
@@ -20,7 +20,6 @@ from tandem.router.placing.policies import make_policy
 from tandem.router.placing.view import NodeView
 
 EPOCH = 1
-LOCAL_TAIL_TOKENS = 256  # engine/contracts/config.py
 
 
 class Placing(NamedTuple):
@@ -79,7 +78,7 @@ class SimulatedRouter:
     def place(self, job: Job, ping: int, now: float) -> Placing:
         request = PlacementRequest(job.num_prompt_tokens, job.request.num_output_tokens)
         views, cached = list(self._views.values()), self._mirror.cached(job)
-        placement = find_placement(request, views, cached, LOCAL_TAIL_TOKENS, self._policy, now)
+        placement = find_placement(request, views, cached, RouterOptions.local_tail_tokens, self._policy, now)
         assert placement is not None
         for choice in placement.choices:
             choice.node.note_placement(ping, choice.num_computed_tokens, 1, now, choice.num_new_tokens)

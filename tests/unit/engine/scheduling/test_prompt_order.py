@@ -9,8 +9,9 @@ import pytest
 from engine_harness import Harness
 
 from tandem.engine.contracts.keys import AttemptKey
+from tandem.engine.contracts.rate import LATE_STRETCH
 from tandem.engine.scheduling.clock import MEASURED_TOKENS, StepClock
-from tandem.engine.scheduling.prompt_order import LATE_SHARE, LATE_STRETCH, ArrivalOrder, PromptOrder, SlackOrder
+from tandem.engine.scheduling.prompt_order import LATE_SHARE, ArrivalOrder, PromptOrder, SlackOrder
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.step_pace import next_prompt_decision_at
 from tests.fakes.made_requests import made_request
