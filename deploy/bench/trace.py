@@ -17,7 +17,7 @@ import numpy as np
 
 from tandem.engine.contracts.errors import ConfigError
 
-TRACE_BLOCK = 512
+TRACE_BLOCK = 512  # tokens that one hash of a published trace stands for
 
 
 class _Line(msgspec.Struct):

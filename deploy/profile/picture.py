@@ -10,7 +10,7 @@ from tandem.engine.contracts.wire.profile import ProfileReport
 
 WIDTH, LEFT, LINE, BAR = 900, 330, 18, 12  # pixels: of the picture, left of the bars, of a line, of a bar
 MOST_BARS = 100  # of one chart
-MOST_LETTERS = 48
+MOST_LETTERS = 48  # of a label, which LEFT has room for
 PLAIN, INNER = "#4c78a8", "#f58518"
 
 

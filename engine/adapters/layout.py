@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tandem.engine.contracts.model_config import ModelConfig
 from tandem.kernels.products.adapters import padded_rank
 
-MOST_PARTS = 3
+MOST_PARTS = 3  # of a merged product: q, k and v
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tandem.kernels.api.metadata import RowBatch
 from tandem.kernels.api.spec import AttentionSpec, AttentionType
 from tandem.kernels.blocks.quantization import overflow_counter, scale_tensor
 
-LARGEST_HEAD = 256
+LARGEST_HEAD = 256  # elements; the tiles of a larger one are not tried
 
 
 class TritonOps(PagedOps):

@@ -10,7 +10,7 @@ from tandem.kernels.blocks.push_blocks import push_blocks
 from tandem.kernels.blocks.quantization import as_bytes
 from tandem.kernels.check.kernel_cases import Case, Shape
 
-KEY = 0x1234_5678_9ABC_DEF0
+KEY = 0x1234_5678_9ABC_DEF0  # of the digests; any
 CHECKED_BLOCKS = 3  # a guess
 
 

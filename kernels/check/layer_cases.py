@@ -17,7 +17,7 @@ from tandem.kernels.reference import sampling
 from tandem.kernels.sampling.sampling import sample_tokens
 from tandem.kernels.sampling.token_masks import ban_tokens
 
-EPSILON = 1e-5
+EPSILON = 1e-5  # as Llama has it
 CHECKED_ROWS = 4  # of a sampled batch, against the slow definition; a guess
 # Name -> top_k, top_p, min_p.
 FILTERS = {"": (0, 1.0, 0.0), "top-k 50": (50, 1.0, 0.0), "top-p 0.9": (0, 0.9, 0.0), "both": (50, 0.9, 0.0)}

@@ -15,8 +15,8 @@ from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.blocks.quantization import FP8_DTYPE
 from tandem.kernels.reference import paged
 
-NUM_LAYERS = 2
-LAYER = 1
+NUM_LAYERS = 2  # of the pool, of which one is read: what lies beside it must not be
+LAYER = 1  # the one
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from tandem.engine.contracts.errors import ConfigError
 from tandem.kv_connector.tiers.index import StoredBlock
 
 logger = logging.getLogger(__name__)
-PAGE = 4096
+PAGE = 4096  # bytes, in which direct reads and writes of disks go
 MAGIC = b"tandem kv tier 1"
 MAX_FILES = 64  # nodes that share a folder; a guess
 RECORD = np.dtype(

@@ -107,7 +107,7 @@ class PeerRef(msgspec.Struct, frozen=True):
         return NodeKey(self.node_id, self.epoch)
 
 
-MAX_TARGET_MS = 1e6
+MAX_TARGET_MS = 1e6  # a guess: a quarter of an hour means no target
 TargetMs = Annotated[float, Meta(gt=0, le=MAX_TARGET_MS)]
 
 

@@ -27,7 +27,7 @@ from tandem.kernels.api.metadata import AttentionMetadataBuilder
 LENGTHS = (37, 9)  # tokens of the two sequences, computed together; spans of items come on top
 FIRST = (21, 4)  # of which so many in a first step
 BEFORE = 18  # tokens of the first sequence before its item, which the first step ends in
-BLOCK = 16
+BLOCK = 16  # tokens, so that both sequences fill some and end inside one
 JUDGED = 0.75  # of the tokens: in 16 bits some may go to other experts by a rounding; a guess
 # Largest error of those tokens' hidden states, over their lengths: docs/measurements.md#models-of-transformers.
 LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.02}

@@ -23,7 +23,7 @@ HEAD_SIZES = {
     128: 128,
     256: 256,
 }  # -> columns in shared memory; the copy engine fills up with zeros
-SMALLEST_BOX = 16
+SMALLEST_BOX = 16  # rows, as many as a product of the tensor cores takes at least
 BOX_ROWS, BOX_COLUMNS, QUERIES, FIELDS = HALF.value, COLUMNS.value, QUERY_TILE.value, ITEM_FIELDS.value
 _compiled: dict[tuple[Any, ...], Any] = {}
 
