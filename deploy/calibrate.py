@@ -25,7 +25,7 @@ TEXTS = (
 def run(arguments: argparse.Namespace) -> int:
     """Writes the file and prints each layer's scales and errors. Raises ConfigError for what can't be read, served or
     written."""
-    from tandem.engine.running.kv_scales import measure_kv_scales
+    from tandem.engine.precision.kv_scales import measure_kv_scales
     from tandem.node.setup import load, with_device_defaults
     from tandem.router.text.tokenizer import Tokenizer
 

@@ -34,6 +34,7 @@ from tandem.engine.device.kv_pool import pool_bytes
 from tandem.engine.device.saturation import saturated_blocks
 from tandem.engine.media.slots import MediaSlots
 from tandem.engine.pooling.config import read_pooling_config
+from tandem.engine.precision.kv_quality import make_kv_quality
 from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.engine.process.process_log import start_log
 from tandem.engine.process.process_name import name_process
@@ -149,6 +150,7 @@ class NodeProcess:
         adapters = None if self.loaded.adapters is None else self.loaded.adapters.store
         self._delivery = Delivery(self._inbox.put, self.grammars, adapters, self._hear)
         self.media = self._make_media()
+        self.quality = make_kv_quality(self.loaded.model, options, self.media)
         self.runner = self._make_runner(memory)
         self.precise = make_precise_kv(self.loaded, options, self.grammars)
         self.control = self._make_control(sockets)
@@ -248,6 +250,7 @@ class NodeProcess:
             self.media,
             self.loaded.adapters,
             raises_precision(self.loaded, self.options),
+            self.quality,
         )
 
     def _make_media(self) -> MediaSlots | None:
@@ -363,6 +366,7 @@ class NodeProcess:
             self.transports.counters,
             self.control.counters.as_dict(),
             self.runner.counters,
+            {} if self.quality is None else self.quality.counters(),
             {} if self.media is None else self.media.outputs.counters,
             {} if self.publisher is None else self.publisher.counters(),
             {} if self.tiers is None else self.tiers.counters(),

@@ -24,7 +24,7 @@ from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.identity import model_identity
 from tandem.engine.parallel.group import Membership, TensorParallel
 from tandem.engine.parallel.sharding import Shard
-from tandem.engine.running.kv_scales import scales_of_random_prompts
+from tandem.engine.precision.kv_scales import scales_of_random_prompts
 from tandem.engine.running.memory import profile_free_bytes
 from tandem.engine.running.runner_needs import Model
 from tandem.node.precise.another_cache import OverAnotherCache

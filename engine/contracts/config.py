@@ -97,6 +97,9 @@ class CacheOptions:
         "tokens of 16-bit KV beside a cache of fp8: requests that overflow fp8 are served there; 0: values that "
         "overflow saturate and are counted (docs/layouts.md)",
     ] = 0
+    kv_quality_sample_rate: Annotated[
+        Share, "share of the steps of which a row is computed again without the cache, to show its error in /metrics"
+    ] = 0.0
     kv_scales: Annotated[str, 'JSON file of fp8 scales, one a layer: {"k": [...], "v": [...]}; left out: 1.0'] = ""
 
 

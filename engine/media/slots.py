@@ -70,6 +70,10 @@ class MediaSlots:
                 self._sequences[fork.slot] = self._sequences[fork.parent_slot]
         self._send_shifts([fork.slot for fork in forks])
 
+    def has_items(self, slot: int) -> bool:
+        """Whether the slot's sequence had items, even if all its rows to come are behind them."""
+        return slot in self._sequences
+
     def touch(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether some of these rows' tokens lie before an item's end, so that the step takes more than their ids."""
         return any(row.slot in self._sequences and row.start < self._sequences[row.slot].end for row in rows)

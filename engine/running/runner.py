@@ -25,7 +25,7 @@ from tandem.engine.running.decode_graphs import REPLAYED_TOKENS, DecodeGraphs
 from tandem.engine.running.encoder_spans import EncoderSpans, SpanPart
 from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.running.prompt_logprobs import prompt_logprobs
-from tandem.engine.running.runner_needs import AdapterMemory, Followers, Model
+from tandem.engine.running.runner_needs import AdapterMemory, Followers, Model, QualityProbe
 from tandem.engine.running.sampler import Logprobs, SamplingBatch, TokenMasks, sample
 from tandem.engine.running.step_inputs import ForwardInputs, StepInputs
 from tandem.engine.running.step_pieces import StepPiece, split_step
@@ -62,11 +62,12 @@ class ModelRunner:
         media: MediaSlots | None = None,
         adapters: AdapterMemory | None = None,
         counts_overflows: bool = False,
+        quality: QualityProbe | None = None,
     ) -> None:
         """`pool` `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; the model is bound to it here.
         `followers` are told of everything that is run here, before it is. `guides`: needed where tokens are drawn.
         `media`: needed where prompts hold more than text; `adapters`: where requests may take some.
-        `counts_overflows`: each step says how many values fp8 could not hold so far."""
+        `counts_overflows`: each step says how many values fp8 could not hold so far. `quality` looks at steps."""
         assert pool.dim() == 6, f"not a pool: {pool.shape}"
         assert pool.shape[4] == block_size, f"not a pool of {block_size}-token blocks: {pool.shape}"
         self.model = model
@@ -77,6 +78,7 @@ class ModelRunner:
         self._guides = guides
         self._media = media
         self._adapters = adapters
+        self._quality = quality
         self._overflows = overflow_counter(pool.device) if counts_overflows else None
         self._newest: LaunchedStep | None = None
         self._max_num_seqs = options.max_num_seqs
@@ -138,6 +140,8 @@ class ModelRunner:
             connector.wait_for_save()
         if not step.is_put_off:
             self._mark_end(step)
+        if self._quality is not None:
+            self._quality.measure(self.state)
         self._newest = step
         return step
 
@@ -190,6 +194,8 @@ class ModelRunner:
         logits_NV = graphs.run(rows)[: len(output.samples)]
         if not output.samples:
             return
+        if self._quality is not None:
+            self._quality.take(output, logits_NV, self.state)
         if self.state.are_plain(output.samples):
             token_N, _ = self._choose(logits_NV, SamplingBatch())
             graphs.batch.store(token_N)
@@ -256,7 +262,10 @@ class ModelRunner:
             if len(pieces) > 1:
                 order = np.argsort([index for piece in pieces for index in piece.samples])
                 hidden_NH = torch.cat(wanted)[torch.from_numpy(order).to(self.device)]
-            self._sample(output.samples, self.model.project(hidden_NH), step)
+            logits_NV = self.model.project(hidden_NH)
+            if self._quality is not None:
+                self._quality.take(output, logits_NV, self.state)
+            self._sample(output.samples, logits_NV, step)
 
     def _wait_for_layers(self, output: SchedulerOutput) -> None:
         """Tells the connector, before a step that it can't see layer by layer, that all layers begin."""

@@ -1,4 +1,4 @@
-"""The two things that a runner needs: the model that it runs, and the ranks that it leads."""
+"""What a runner is given: the model that it runs, and who takes part in its steps or looks at them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.media.encoder import MediaEncoder, MediaInputs
 from tandem.engine.parallel.group import TensorParallel
+from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.decode_graphs import DecoderLike
 from tandem.engine.running.encoder_spans import Encoder
 from tandem.engine.scheduling.step import SchedulerOutput
@@ -59,6 +60,16 @@ class AdapterMemory(Protocol):
         """Enqueues the copy of an adapter into a slot, behind the steps that were launched."""
 
     def fill_with_rank(self, rank: int) -> None: ...
+
+
+class QualityProbe(Protocol):
+    """Compares what some steps computed with what exact KV gives (engine/precision/kv_quality.py)."""
+
+    def take(self, output: SchedulerOutput, logits_NV: torch.Tensor, state: BatchState) -> None:
+        """Hears of each step's logits, before tokens are drawn of them."""
+
+    def measure(self, state: BatchState) -> None:
+        """Enqueues what it has to compute, once the step is launched."""
 
 
 class Followers(Protocol):

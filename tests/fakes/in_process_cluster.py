@@ -44,7 +44,7 @@ FAST = Timeouts(heartbeat_s=0.1, peer_lost_s=PATIENCE_S, connect_s=20.0, resend_
 def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
     """A small CPU node; beside NodeOptions' fields `block_size`, `num_blocks`, `caching`, `chunk`, `max_num_seqs`,
     `tpot_target_ms`, `kv_cache_dtype`, `kv_scales`,
-    `calculate_kv_scales` and `precise_kv_tokens`."""
+    `calculate_kv_scales`, `precise_kv_tokens` and `kv_quality_sample_rate`."""
     cache = CacheOptions(
         block_size=int(changes.pop("block_size", BLOCK)),  # type: ignore[call-overload]
         hash_block_size=BLOCK,
@@ -58,6 +58,7 @@ def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
         kv_scales=str(changes.pop("kv_scales", "")),
         calculate_kv_scales=bool(changes.pop("calculate_kv_scales", False)),
         precise_kv_tokens=int(changes.pop("precise_kv_tokens", 0)),  # type: ignore[call-overload]
+        kv_quality_sample_rate=float(changes.pop("kv_quality_sample_rate", 0)),  # type: ignore[arg-type]
     )
     scheduler = SchedulerOptions(
         max_num_seqs=int(changes.pop("max_num_seqs", 16)),  # type: ignore[call-overload]

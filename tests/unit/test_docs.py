@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WINGS = ["engine", "node", "kv_connector", "router", "kernels", "prefill_node", "decode_node", "deploy", "llm", "tests"]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 LINKING = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / wing / "README.md" for wing in WINGS)]
-MOST_WORDS = {"architecture.md": 1_400, "measurements.md": None, "seeds.md": None}
+MOST_WORDS = {"architecture.md": 1_400, "measurements.md": None, "metrics_list.md": None, "seeds.md": None}
 MOST_WORDS_ELSEWHERE = 2_000
 MOST_FILES_ON_THE_WAY = 40
 

@@ -1,0 +1,1 @@
+"""What a quantised KV cache loses: scales measured, errors sampled."""
