@@ -272,6 +272,7 @@ class ServingNode:
             fetch_s_per_token=fetch_s_per_token,
             fetch_s_per_token_from=fetch_s_per_token_from,
             counters=all_counters,
+            work=self.scheduler.work.report(),
         )
 
     def _transfer_s_per_token(self, counters: dict[str, float]) -> float:

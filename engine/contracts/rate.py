@@ -3,6 +3,7 @@ them by this rule, and routers foresee it. Pure."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 from typing import Generic, NamedTuple, TypeVar
 
@@ -50,14 +51,16 @@ class Due(NamedTuple, Generic[T]):
 def fewest_late(prompts: Iterable[Due[T]], token_s: float, free_at: float) -> tuple[list[Due[T]], list[Due[T]]]:
     """Returns those that make it, in the order in which they are to be computed from `free_at` on at `token_s` a token,
     and those that don't: by deadline, and while somebody would be late the largest gives way (Moore 1968)."""
-    on_time: list[Due[T]] = []
-    late: list[Due[T]] = []
-    for each in sorted(prompts, key=lambda p: (p.priority, p.due_at, p.order)):
-        on_time.append(each)
+    ordered = sorted(prompts, key=lambda p: (p.priority, p.due_at, p.order))
+    late: dict[int, Due[T]] = {}
+    largest: list[tuple[int, int, float, int]] = []  # a heap
+    for index, each in enumerate(ordered):
+        heapq.heappush(largest, (-each.priority, -each.num_tokens, -each.due_at, index))
         free_at += each.num_tokens * token_s
         if free_at > each.due_at - each.spare_s:
-            largest = max(on_time, key=lambda p: (p.priority, p.num_tokens, p.due_at))
-            on_time.remove(largest)
-            late.append(largest)
-            free_at -= largest.num_tokens * token_s
-    return on_time, late
+            *_, gives_way = heapq.heappop(largest)
+            late[gives_way] = ordered[gives_way]
+            free_at -= ordered[gives_way].num_tokens * token_s
+    if not late:
+        return ordered, []
+    return [each for index, each in enumerate(ordered) if index not in late], list(late.values())

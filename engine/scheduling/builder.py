@@ -25,6 +25,7 @@ class StepBookings:
     row_requests: list[Request] = field(default_factory=list)
     sampled: list[Request] = field(default_factory=list)
     is_mixed: bool = False  # prompt work beside decodes
+    num_prompt_tokens: int = 0
 
 
 class StepBuilder:

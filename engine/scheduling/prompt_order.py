@@ -104,12 +104,8 @@ class SlackOrder:
     def arrange(
         self, started: Sequence[Request], waiting: Sequence[Request], num_cached: CountsTokens = lambda request: 0
     ) -> list[Request]:
-        spare_s, token_s = MARGIN * self._target_s, self._clock.seconds_per_token
-        due = [Due(r, self.deadline(r), r.num_uncomputed_tokens, r.priority, r.order) for r in started]
-        for r in waiting:
-            left = max(1, r.num_uncomputed_tokens - num_cached(r))
-            due.append(Due(r, self.deadline(r), left, r.priority, r.order, spare_s))
-        on_time, late = fewest_late(due, token_s, self._clock.busy_until())
+        token_s = self._clock.seconds_per_token
+        on_time, late = fewest_late(self.due(started, waiting, num_cached), token_s, self._clock.busy_until())
         patience_s = LATE_STRETCH * token_s
         late.sort(key=lambda d: (d.priority, self._arrivals[d.prompt] + patience_s * d.num_tokens, d.order))
         first, last = [d.prompt for d in on_time], [d.prompt for d in late]
@@ -117,6 +113,17 @@ class SlackOrder:
         if late and (not first or self._credit >= min(late[0].num_tokens, MAX_CREDIT)):
             return [last[0], *first, *last[1:]]
         return first + last
+
+    def due(
+        self, started: Sequence[Request], waiting: Sequence[Request], num_cached: CountsTokens
+    ) -> list[Due[Request]]:
+        """Says of each when its next token is due and what is left of it to compute, as `arrange` takes them."""
+        spare_s = MARGIN * self._target_s
+        due = [Due(r, self.deadline(r), r.num_uncomputed_tokens, r.priority, r.order) for r in started]
+        for r in waiting:
+            left = max(1, r.num_uncomputed_tokens - num_cached(r))
+            due.append(Due(r, self.deadline(r), left, r.priority, r.order, spare_s))
+        return due
 
     def launched(self, tokens: Sequence[tuple[Request, int]]) -> None:
         if self._late is None:

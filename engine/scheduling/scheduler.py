@@ -22,6 +22,7 @@ from tandem.engine.scheduling.planner import StepPlanner
 from tandem.engine.scheduling.request import EngineEvent, PromptLogprobsEvent, Request, RequestState, TokenEvent
 from tandem.engine.scheduling.step import RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput, WrittenSlots
 from tandem.engine.scheduling.step_pace import StepPace
+from tandem.engine.scheduling.work.reporter import WorkReporter
 
 limited = RateLimited(logging.getLogger(__name__))
 
@@ -37,6 +38,7 @@ class Scheduler:
         self.beams = BeamCarriers(state)
         self.pace = StepPace(state.clock)
         self._planner = StepPlanner(state)
+        self.work = WorkReporter(state, self._planner.prompt_s_per_token)
         self._launched: dict[int, StepBookings] = {}
         self._next_step = 0
 
@@ -52,8 +54,9 @@ class Scheduler:
         self._launched[step_id] = launched
         prompts = [(request, row.num_tokens) for request, row in plan.rows.items() if row.is_prompt]
         launched.is_mixed = 0 < len(prompts) < len(plan.rows)
+        launched.num_prompt_tokens = sum(num for _, num in prompts)
         self.state.prompt_order.launched(prompts)
-        self.state.clock.launched(step_id, output.num_tokens, sum(num for _, num in prompts))
+        self.state.clock.launched(step_id, output.num_tokens, launched.num_prompt_tokens)
         meta = None if self.state.connector is None else self.state.connector.build_connector_meta(output)
         meta = self.state.tiers.step_meta(step_id, meta)
         return output if meta is None else msgspec.structs.replace(output, connector_meta=meta)
@@ -68,6 +71,7 @@ class Scheduler:
         ended meanwhile are dropped."""
         launched = self._launched.pop(output.step_id)
         seconds = self.state.clock.completed(output.step_id)
+        self.work.observed(output, launched.num_prompt_tokens, seconds)
         if self.state.step_times.are_measured and launched.is_mixed:
             self.state.step_times.observed(output.num_tokens, seconds)
         if result.failure is not None:

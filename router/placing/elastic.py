@@ -1,6 +1,6 @@
 """Who computes a prompt and who decodes it, by the lateness that it would cause: docs/elastic.md. Pure.
 
-Every node does all work as far as its role allows. Each way to serve a request is priced in seconds: until its first
+Each way to serve a request is priced in seconds: until its first
 token, what others wait longer for it, LATE_S for everybody who would be late by it, and what has to be moved or kept
 twice. The cheapest is taken; of equals the one whose nodes come first by name.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,9 +29,9 @@ class Task(msgspec.Struct, frozen=True):
     """A request to be placed, and what is promised to it in seconds."""
 
     num_prompt_tokens: int
-    max_tokens: int
     ttft_s: float
-    tpot_s: float
+    tpot_s: float  # 0.0: nothing
+    moves: bool = True  # whether another node may decode than the one that computes
 
 
 class Roads(msgspec.Struct, frozen=True):
@@ -39,6 +40,15 @@ class Roads(msgspec.Struct, frozen=True):
     handover_s: float  # of a hand-over, beside its bytes
     transfer_s_per_token: float  # handed over
     fetch_s_per_token: float = 0.0  # pulled from a peer's cache; 0.0: nodes don't
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Who may compute a prompt, who may decode, and what moving its KV takes. Nodes that may do both are in both."""
+
+    computing: Sequence[Outlook]
+    decoding: Sequence[Outlook]
+    roads: Roads
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -55,7 +65,17 @@ class Plan(msgspec.Struct, frozen=True):
     due_s: float  # until the first token is due
 
 
-@dataclass(frozen=True)
+class _Price(NamedTuple):
+    """What it costs that these nodes compute the prompt, decodes aside."""
+
+    cost_s: float
+    own_s: float  # until the first token
+    num_late: int
+    share_s: float  # what each node works
+    due_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Lead:
     """A node that could compute the prompt or its first chunk, and what it finds of it."""
 
@@ -65,96 +85,112 @@ class _Lead:
     peer: NodeKey | None
 
 
-@dataclass
+@dataclass(frozen=True)
 class ElasticPlacement:
-    """One per router process. `most_nodes`: that compute one prompt."""
+    """The rule. `most_nodes`: that compute one prompt."""
 
-    roads: Roads
     most_nodes: int = MOST_NODES
-    _without: dict[NodeKey, Forecast] = field(default_factory=dict)  # what becomes of nodes' prompts without this one
-    _streams: dict[NodeKey, tuple[float, int]] = field(default_factory=dict)  # what one more stream costs, where
 
-    def find(self, task: Task, nodes: Sequence[Outlook], cached: Mapping[NodeKey, int], now: float) -> Plan | None:
+    def find(self, task: Task, fleet: Fleet, cached: Mapping[NodeKey, int], now: float) -> Plan | None:
         """The cheapest plan; None when no node may compute or none may decode. `cached`: leading tokens, by node."""
-        computing = [node for node in nodes if node.report.role != "decode"]
-        decoding = [node for node in nodes if node.report.role != "prefill"]
-        if not computing or not decoding:
+        return _Search(task, fleet, cached, now, self.most_nodes).cheapest()
+
+
+class _Search:
+    """One decision."""
+
+    def __init__(self, task: Task, fleet: Fleet, cached: Mapping[NodeKey, int], now: float, most_nodes: int) -> None:
+        self._task, self._cached, self._now, self._most_nodes = task, cached, now, most_nodes
+        self._fleet, self._roads = fleet, fleet.roads
+        self._without: dict[NodeKey, Forecast] = {}  # what becomes of nodes' prompts without this one
+        self._streams: dict[NodeKey, tuple[float, int]] = {}  # what one more stream costs, where
+
+    def cheapest(self) -> Plan | None:
+        task, fleet = self._task, self._fleet
+        if not fleet.computing or not fleet.decoding:
             return None
-        near = self._shortlist(computing, cached, now)
-        self._without = {node.key: node.forecast(now) for node in near}
-        self._streams = {node.key: self._stream_cost(node, task) for node in decoding}
-        sinks = heapq.nsmallest(2, decoding, key=lambda node: (self._streams[node.key][0], node.key))
-        holder = self._holder(task, cached)
-        leads = [self._lead(node, task, cached.get(node.key, 0), holder) for node in near]
-        alone_s = {lead.node.key: self._group_cost(task, [lead], now)[0] for lead in leads}
+        self._streams = {node.key: self._stream_cost(node) for node in fleet.decoding}
+        computing = fleet.computing if task.moves else [node for node in fleet.computing if node.key in self._streams]
+        near = self._shortlist(computing)
+        self._without = {node.key: node.without(self._now) for node in near}
+        ranked = heapq.nsmallest(2, fleet.decoding, key=lambda node: (self._streams[node.key][0], node.key))
+        sinks = ranked if task.moves else []
+        holder = self._holder()
+        leads = [self._lead(node, holder) for node in near]
+        alone = {lead.node.key: self._price([lead]) for lead in leads}
         plans: list[Plan] = []
         for lead in leads:
-            others = sorted((o for o in leads if o is not lead), key=lambda o: (alone_s[o.node.key], o.node.key))
-            for num_nodes in self._numbers(task, lead, len(leads)):
-                plans += self._plans(task, [lead, *others[: num_nodes - 1]], sinks, cached, now)
-        return min(plans, key=lambda plan: (plan.cost_s, plan.computing, plan.decoding))
+            plans += self._plans([lead], alone[lead.node.key], sinks)
+            numbers = [num for num in self._numbers(lead, len(leads)) if num > 1]
+            if numbers:
+                others = sorted(
+                    (o for o in leads if o is not lead), key=lambda o: (alone[o.node.key].cost_s, o.node.key)
+                )
+                for num_nodes in numbers:
+                    group = [lead, *others[: num_nodes - 1]]
+                    plans += self._plans(group, self._price(group), sinks)
+        return min(plans, key=lambda plan: (plan.cost_s, plan.computing, plan.decoding), default=None)
 
     # --- who may ------------------------------------------------------------------------------------------------
 
-    def _shortlist(self, nodes: Sequence[Outlook], cached: Mapping[NodeKey, int], now: float) -> list[Outlook]:
+    def _shortlist(self, nodes: Sequence[Outlook]) -> list[Outlook]:
         if len(nodes) <= SHORTLIST:
             return list(nodes)
-        backlogs = {node.key: node.backlog_s(now) for node in nodes}
+        backlogs = {node.key: node.backlog_s(self._now) for node in nodes}
         idle = heapq.nsmallest(SHORTLIST, nodes, key=lambda node: (backlogs[node.key], node.num_streams, node.key))
-        holding = [node for node in nodes if node.key in cached]
-        most = heapq.nsmallest(SHORTLIST, holding, key=lambda n: (-cached[n.key], backlogs[n.key], n.key))
+        holding = [node for node in nodes if node.key in self._cached]
+        most = heapq.nsmallest(SHORTLIST, holding, key=lambda n: (-self._cached[n.key], backlogs[n.key], n.key))
         return list({node.key: node for node in (*idle, *most)}.values())
 
-    def _holder(self, task: Task, cached: Mapping[NodeKey, int]) -> tuple[NodeKey | None, int]:
+    def _holder(self) -> tuple[NodeKey | None, int]:
         """Returns who has most of the prompt, and how much; nobody where nodes don't pull."""
-        if not cached or not self.roads.fetch_s_per_token:
+        cached = self._cached
+        if not cached or not self._roads.fetch_s_per_token:
             return None, 0
         holder = min(cached, key=lambda key: (-cached[key], key))
-        return holder, min(cached[holder], task.num_prompt_tokens - 1)
+        return holder, min(cached[holder], self._task.num_prompt_tokens - 1)
 
-    def _lead(self, node: Outlook, task: Task, held: int, holder: tuple[NodeKey | None, int]) -> _Lead:
+    def _lead(self, node: Outlook, holder: tuple[NodeKey | None, int]) -> _Lead:
         peer, most = holder
-        held = min(held, task.num_prompt_tokens - 1)
+        held = min(self._cached.get(node.key, 0), self._task.num_prompt_tokens - 1)
         return _Lead(node, held, most - held, peer) if most > held else _Lead(node, held, 0, None)
 
-    def _numbers(self, task: Task, lead: _Lead, num_leads: int) -> Iterable[int]:
-        num_new = task.num_prompt_tokens - lead.num_held - lead.num_pulled
-        most = min(self.most_nodes, num_leads, max(1, num_new // SHARED_TOKENS))
+    def _numbers(self, lead: _Lead, num_leads: int) -> Iterable[int]:
+        num_new = self._task.num_prompt_tokens - lead.num_held - lead.num_pulled
+        most = min(self._most_nodes, num_leads, max(1, num_new // SHARED_TOKENS))
         return [num for num in (1, 2, 4, 8) if num <= most]
 
     # --- what it costs ------------------------------------------------------------------------------------------
 
-    def _plans(
-        self, task: Task, group: Sequence[_Lead], sinks: Sequence[Outlook], cached: Mapping[NodeKey, int], now: float
-    ) -> list[Plan]:
+    def _plans(self, group: Sequence[_Lead], price: _Price, sinks: Sequence[Outlook]) -> list[Plan]:
         """Those of this group: to stay, if its first node may decode, and to hand over to the best of the others."""
-        lead = group[0]
-        cost_s, own_s, num_late, share_s = self._group_cost(task, group, now)
+        lead, num_tokens = group[0], self._task.num_prompt_tokens
         plans = []
         home = [lead.node] if lead.node.key in self._streams else []
         for sink in home + [node for node in sinks if node is not lead.node][:1]:
             stream_s, num_slowed = self._streams[sink.key]
-            moved = 0 if sink is lead.node else task.num_prompt_tokens - cached.get(sink.key, 0)
-            twice_s = moved * DUPLICATE_COST * lead.node.report.least_s_per_token
-            moving_s = self.roads.handover_s * (sink is not lead.node) + moved * self.roads.transfer_s_per_token
+            moved = 0 if sink is lead.node else num_tokens - self._cached.get(sink.key, 0)
+            twice_s = moved * DUPLICATE_COST * lead.node.least_s_per_token
+            moving_s = self._roads.handover_s * (sink is not lead.node) + moved * self._roads.transfer_s_per_token
             plans.append(
                 Plan(
                     computing=tuple(each.node.key for each in group),
                     decoding=sink.key,
                     peer=lead.peer,
-                    cost_s=cost_s + stream_s + moving_s + twice_s,
-                    own_s=own_s,
-                    num_late=num_late + num_slowed,
-                    share_s=share_s,
-                    due_s=self._due_s(task, group, share_s),
+                    cost_s=price.cost_s + stream_s + moving_s + twice_s,
+                    own_s=price.own_s,
+                    num_late=price.num_late + num_slowed,
+                    share_s=price.share_s,
+                    due_s=price.due_s,
                 )
             )
         return plans
 
-    def _group_cost(self, task: Task, group: Sequence[_Lead], now: float) -> tuple[float, float, int, float]:
-        """Returns (cost, seconds until the first token, who would be late, what each node works), decodes aside."""
-        share_s = max(self._seconds(task, lead) for lead in group) / len(group)
-        due_s = self._due_s(task, group, share_s)
+    def _price(self, group: Sequence[_Lead]) -> _Price:
+        task, now = self._task, self._now
+        share_s = max(self._seconds(lead) for lead in group) / len(group)
+        lead = group[0]
+        due_s = max(task.ttft_s, STRETCH * task.num_prompt_tokens / len(group) * lead.node.s_per_token)
         own_s, num_late, others_s = 0.0, 0, 0.0
         for each in group:
             without = self._without[each.node.key]
@@ -163,23 +199,19 @@ class ElasticPlacement:
             num_late += max(0, forecast.num_late - without.num_late - (forecast.own_s > due_s))
             others_s += forecast.others_s - without.others_s
         num_late += own_s > task.ttft_s
-        lead = group[0]
         twice_s = lead.num_pulled * DUPLICATE_COST * lead.node.s_per_token
-        return own_s + others_s + LATE_S * num_late + twice_s, own_s, num_late, share_s
+        return _Price(own_s + others_s + LATE_S * num_late + twice_s, own_s, num_late, share_s, due_s)
 
-    def _seconds(self, task: Task, lead: _Lead) -> float:
+    def _seconds(self, lead: _Lead) -> float:
         """What the prompt takes on that node alone, and pulling its prefix."""
-        report, found = lead.node.report, lead.num_held + lead.num_pulled
-        num_new = task.num_prompt_tokens - found
-        alone_s = num_new * report.least_s_per_token * (1 + (found + num_new / 2) / report.double_at)
-        return max(alone_s, num_new * lead.node.s_per_token) + lead.num_pulled * self.roads.fetch_s_per_token
+        node, found = lead.node, lead.num_held + lead.num_pulled
+        num_new = self._task.num_prompt_tokens - found
+        alone_s = num_new * node.least_s_per_token * (1 + (found + num_new / 2) * node.report.attention_growth)
+        return max(alone_s, num_new * node.s_per_token) + lead.num_pulled * self._roads.fetch_s_per_token
 
-    def _due_s(self, task: Task, group: Sequence[_Lead], share_s: float) -> float:
-        return max(task.ttft_s, STRETCH * task.num_prompt_tokens / len(group) * group[0].node.s_per_token)
-
-    def _stream_cost(self, sink: Outlook, task: Task) -> tuple[float, int]:
+    def _stream_cost(self, sink: Outlook) -> tuple[float, int]:
         """Returns what one more stream costs there, and how many would be too slow by it."""
-        report, num_streams = sink.report, sink.num_streams
+        report, num_streams, task = sink.report, sink.num_streams, self._task
         own_s = task.num_prompt_tokens * report.stream_s_per_token
         unseen_s = sink.num_placed * own_s  # streams that the report doesn't show, taken for alike
         is_slow = bool(task.tpot_s) and report.step_s + unseen_s + own_s > AIMED_AT * task.tpot_s

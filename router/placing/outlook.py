@@ -4,28 +4,14 @@ A node's prompts are foreseen by the rule by which it orders them itself (engine
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
-
-import msgspec
 
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.rate import LATE_STRETCH, Due, fewest_late
+from tandem.engine.contracts.wire.work import NodeReport
 
-
-class NodeReport(msgspec.Struct, frozen=True):
-    """What a node tells of its work. Seconds count from when it tells."""
-
-    role: str = "unified"
-    s_per_token: float = 0.0  # of a prompt, beside the streams that run now; 0.0: not measured
-    least_s_per_token: float = 0.0  # of a short prompt on the idle node
-    double_at: float = math.inf  # tokens of context behind which a prompt's token takes twice as long
-    free_s: float = 0.0  # until the step that runs has ended
-    prompts: tuple[tuple[float, int], ...] = ()  # seconds until the first token is due, tokens that are left
-    num_streams: int = 0
-    step_s: float = 0.0  # of a step of its streams alone
-    stream_s_per_token: float = 0.0  # what a stream adds to that, for each token of its context
-    free_tokens: float = math.inf
+# The rate of a node until it has measured its own.
+PREFILL_S_PER_TOKEN = 1 / 20_000  # a guess
 
 
 class Forecast(NamedTuple):
@@ -37,79 +23,122 @@ class Forecast(NamedTuple):
 
 
 class Outlook:
-    """One node, as one router process sees it."""
+    """One node, as one router process sees it. Times are seconds of one monotonic clock."""
 
-    def __init__(self, key: NodeKey, report: NodeReport) -> None:
+    def __init__(self, key: NodeKey, report: NodeReport, now: float = 0.0) -> None:
         self.key = key
-        self.report = report
         self.num_placed = 0  # streams that the report doesn't show
+        self._unseen: list[tuple[float, Due[int], int]] = []  # placements: when, the prompt, new streams
         self._prompts: list[Due[int]] = []
-        self._unseen: list[tuple[int, Due[int], int]] = []  # placements: after which ping, the prompt, new streams
-        self._free_at = 0.0
-        self._count = 0
-
-    @property
-    def s_per_token(self) -> float:
-        return max(self.report.s_per_token, self.report.least_s_per_token)
+        self._is_ordered, self._num_late = False, 0
+        self._ends_s: float | None = None  # until its prompts end, summed, from `_free_at` on; None: to be found out
+        self.note_report(report, now, now)
 
     @property
     def num_streams(self) -> int:
         return self.report.num_streams + self.num_placed
 
-    def note_report(self, report: NodeReport, sequence: int, now: float) -> None:
-        """Takes the answer to ping `sequence`: what was placed after that ping is not in it."""
+    def note_report(self, report: NodeReport, seen_until: float, now: float) -> None:
+        """Takes a report. What was placed after `seen_until` is not in it."""
         self.report = report
-        self._unseen = [each for each in self._unseen if each[0] >= sequence]
+        self.least_s_per_token = report.least_s_per_token or report.s_per_token or PREFILL_S_PER_TOKEN
+        self.s_per_token = max(report.s_per_token, self.least_s_per_token)
+        self._unseen = [each for each in self._unseen if each[0] > seen_until]
         self.num_placed = sum(streams for _, _, streams in self._unseen)
         self._free_at = now + report.free_s
-        self._prompts = [Due(index, now + due_s, left) for index, (due_s, left) in enumerate(report.prompts)]
+        self._prompts = [Due(0, now + due_s, left, order=index) for index, (due_s, left) in enumerate(report.prompts)]
+        if report.num_more_tokens:
+            due_at = max((each.due_at for each in self._prompts), default=now)
+            self._prompts.append(Due(0, due_at, report.num_more_tokens, order=len(self._prompts)))
         self._prompts += [due for _, due, _ in self._unseen if due.num_tokens]
-        self._count = len(self._prompts)
+        self._count = len(self._prompts) + len(self._unseen)
+        self._changed()
 
-    def note_placement(self, ping: int, num_tokens: int, due_at: float, num_streams: int) -> None:
-        """Counts a placement of prompt tokens (0: none), streams, or both, at the time of the last forecast."""
+    def note_placement(self, num_tokens: int, due_at: float, num_streams: int, now: float) -> None:
+        """Counts a placement of prompt tokens (0: none), streams, or both."""
+        self._work_off(now)
         self._count += 1
-        due = Due(self._count, due_at, num_tokens, order=self._count)
-        self._unseen.append((ping, due, num_streams))
+        due = Due(0, due_at, num_tokens, order=self._count)
+        self._unseen.append((now, due, num_streams))
         self.num_placed += num_streams
         if num_tokens:
             self._prompts.append(due)
+            self._changed()
 
     def backlog_s(self, now: float) -> float:
         """Seconds until it has computed all the prompts that it has."""
         self._work_off(now)
-        return self._free_at - now + sum(due.num_tokens for due in self._prompts) * self.s_per_token
+        return self._free_at - now + self._num_tokens * self.s_per_token
 
-    def forecast(self, now: float, seconds: float = 0.0, due_at: float = 0.0) -> Forecast:
-        """What becomes of its prompts beside another one that takes so many seconds; 0.0: without one."""
+    def late_s(self, now: float) -> float:
+        """Seconds of work for prompts that will be late."""
         self._work_off(now)
-        token_s = self.s_per_token
-        prompts, ours = list(self._prompts), -1
-        if seconds:
-            prompts.append(Due(ours, due_at, max(1, round(seconds / token_s)), order=self._count + 1))
-        on_time, late = fewest_late(prompts, token_s, self._free_at)
-        late.sort(key=lambda due: (due.due_at + LATE_STRETCH * token_s * due.num_tokens, due.order))
-        at, own_s, others_s = self._free_at, 0.0, 0.0
-        for due in (*on_time, *late):
+        self._order()
+        return sum(each.num_tokens for each in self._prompts[len(self._prompts) - self._num_late :]) * self.s_per_token
+
+    def without(self, now: float) -> Forecast:
+        """What becomes of its prompts if no other comes. Kept until something comes or ends."""
+        self._work_off(now)
+        if self._ends_s is None:
+            self._order()
+            at = ends_s = 0.0
+            for due in self._prompts:
+                at += due.num_tokens * self.s_per_token
+                ends_s += at
+            self._ends_s = ends_s
+        return Forecast(self._num_late, self._ends_s + (self._free_at - now) * len(self._prompts), 0.0)
+
+    def forecast(self, now: float, seconds: float, due_at: float) -> Forecast:
+        """What becomes of its prompts beside another one that takes so many seconds."""
+        self._work_off(now)
+        token_s, free_s = self.s_per_token, self._free_at - now
+        ours = Due(1, due_at, max(1, round(seconds / token_s)), order=self._count + 1)
+        on_time, late = fewest_late([*self._prompts, ours], token_s, self._free_at)
+        at, own_s, others_s = free_s, 0.0, 0.0
+        for due in (*on_time, *self._by_patience(late)):
             at += due.num_tokens * token_s
-            if due.prompt == ours:
-                own_s = at - now
+            if due.prompt:
+                own_s = at
             else:
-                others_s += at - now
+                others_s += at
         return Forecast(len(late), others_s, own_s)
+
+    def _changed(self) -> None:
+        self._is_ordered, self._num_late = False, 0
+        self._num_tokens = sum([due.num_tokens for due in self._prompts])
+        self._ends_s = None
+
+    def _order(self) -> None:
+        """Puts its prompts in the order in which it will compute them, the late ones last."""
+        if not self._is_ordered:
+            on_time, late = fewest_late(self._prompts, self.s_per_token, self._free_at)
+            self._prompts, self._num_late = [*on_time, *self._by_patience(late)], len(late)
+            self._is_ordered = True
+
+    def _by_patience(self, late: list[Due[int]]) -> list[Due[int]]:
+        patience_s = LATE_STRETCH * self.s_per_token
+        return sorted(late, key=lambda due: (due.due_at + patience_s * due.num_tokens, due.order))
 
     def _work_off(self, now: float) -> None:
         """Takes away what the node has computed since the last time, in its order."""
         if now <= self._free_at:
             return
-        done = (now - self._free_at) / self.s_per_token if self._prompts else 0.0
-        self._free_at = now
-        if not done:
+        if not self._prompts:
+            self._free_at = now
             return
-        on_time, late = fewest_late(self._prompts, self.s_per_token, now)
-        self._prompts = []
-        for due in (*on_time, *late):
-            worked = min(done, due.num_tokens)
-            done -= worked
-            if round(worked) < due.num_tokens:
-                self._prompts.append(due._replace(num_tokens=due.num_tokens - round(worked)))
+        num_done = int((now - self._free_at) / self.s_per_token)
+        if not num_done:
+            return
+        self._order()
+        self._free_at += num_done * self.s_per_token
+        left: list[Due[int]] = []
+        for due in self._prompts:
+            worked = min(num_done, due.num_tokens)
+            num_done -= worked
+            if worked < due.num_tokens:
+                left.append(due._replace(num_tokens=due.num_tokens - worked) if worked else due)
+        if num_done:
+            self._free_at = now
+        self._num_late = min(self._num_late, len(left))
+        self._prompts, self._ends_s = left, None
+        self._num_tokens = sum([due.num_tokens for due in left])

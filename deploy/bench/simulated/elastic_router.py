@@ -11,9 +11,10 @@ from tandem.deploy.bench.simulated.router import EPOCH, Placing, SimulatedMirror
 from tandem.deploy.bench.trace import TRACE_BLOCK
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.parts import Targets
+from tandem.engine.contracts.wire.work import MOST_PROMPTS, NodeReport
 from tandem.kv_connector.directory.records import DirectoryEvent
-from tandem.router.placing.elastic import MOST_NODES, ElasticPlacement, Roads, Task
-from tandem.router.placing.outlook import NodeReport, Outlook
+from tandem.router.placing.elastic import MOST_NODES, ElasticPlacement, Fleet, Roads, Task
+from tandem.router.placing.outlook import Outlook
 
 
 class ElasticRouter:
@@ -26,36 +27,41 @@ class ElasticRouter:
         self._mirror = SimulatedMirror(nodes)
         self._outlooks = {n.node_id: Outlook(NodeKey(n.node_id, EPOCH), report_of(n, costs, 0.0)) for n in nodes}
         self._by_key = {outlook.key: outlook for outlook in self._outlooks.values()}
-        roads = Roads(costs.handover_s, costs.push_s_per_token, costs.fetch_s_per_token)
-        self._placement = ElasticPlacement(roads, most_nodes)
+        self._fleet = Fleet(
+            [self._outlooks[node.node_id] for node in nodes if node.role != "decode"],
+            [self._outlooks[node.node_id] for node in nodes if node.role != "prefill"],
+            Roads(costs.handover_s, costs.push_s_per_token, costs.fetch_s_per_token),
+        )
+        self._placement = ElasticPlacement(most_nodes)
 
     def take(self, events: Sequence[DirectoryEvent]) -> None:
         self._mirror.take(events)
 
     def hear(self, node: SimulatedNode, ping: int, now: float) -> None:
-        self._outlooks[node.node_id].note_report(report_of(node, self._costs, now), ping, now)
+        self._outlooks[node.node_id].note_report(report_of(node, self._costs, now), now, now)
 
     def place(self, job: Job, ping: int, now: float) -> Placing:
-        task = Task(job.num_prompt_tokens, job.request.num_output_tokens, self._targets.ttft_s, self._targets.tpot_s)
-        plan = self._placement.find(task, list(self._outlooks.values()), self._mirror.cached(job), now)
+        task = Task(job.num_prompt_tokens, self._targets.ttft_s, self._targets.tpot_s)
+        plan = self._placement.find(task, self._fleet, self._mirror.cached(job), now)
         assert plan is not None
         for key in plan.computing:
             outlook = self._by_key[key]
-            outlook.note_placement(ping, round(plan.share_s / outlook.s_per_token), now + plan.due_s, 0)
-        self._by_key[plan.decoding].note_placement(ping, 0, 0.0, 1)
+            outlook.note_placement(round(plan.share_s / outlook.s_per_token), now + plan.due_s, 0, now)
+        self._by_key[plan.decoding].note_placement(0, 0.0, 1, now)
         peer = plan.peer.node_id if plan.peer is not None else ""
         return Placing(tuple(key.node_id for key in plan.computing), plan.decoding.node_id, peer)
 
 
 def report_of(node: SimulatedNode, costs: CostModel, now: float) -> NodeReport:
     """What the node tells in answer to a heartbeat."""
+    prompts = sorted(node.prompts_due(now))
     return NodeReport(
-        role=node.role,
         s_per_token=node.prefill_s_per_token,
         least_s_per_token=costs.prefill_s_per_token,
-        double_at=costs.prefill_s_per_token / (costs.prefill_s_per_token_and_context or 1e-30),
+        attention_growth=costs.prefill_s_per_token_and_context / costs.prefill_s_per_token,
         free_s=node.free_s(now),
-        prompts=node.prompts_due(now),
+        prompts=tuple(prompts[:MOST_PROMPTS]),
+        num_more_tokens=sum(num_tokens for _, num_tokens in prompts[MOST_PROMPTS:]),
         num_streams=node.num_streams,
         step_s=node.decode_s,
         stream_s_per_token=costs.context_s_per_token,

@@ -6,8 +6,9 @@ from tandem.engine.contracts.wire.parts import (
     Message,
     NodeInfo,
 )
+from tandem.engine.contracts.wire.work import NodeReport
 
-WIRE_VERSION = 12
+WIRE_VERSION = 13
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -58,3 +59,4 @@ class Status(Message, frozen=True, kw_only=True):
     fetch_s_per_token: float = 0.0
     fetch_s_per_token_from: dict[str, float] = {}  # by node_id, where it was measured
     counters: dict[str, float] = {}
+    work: NodeReport | None = None  # of a node that orders prompts by deadlines

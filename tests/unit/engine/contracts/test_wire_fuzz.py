@@ -33,6 +33,7 @@ from tandem.engine.contracts.wire.parts import (
     TokenLogprobs,
 )
 from tandem.engine.contracts.wire.requests import Cancel, Migrate, Submit, TokenDelta, Tokens
+from tandem.engine.contracts.wire.work import NodeReport
 from tandem.kv_connector.transports.base import Write
 from tandem.kv_connector.transports.links import landing_wire, tcp_wire
 from tandem.kv_connector.transports.links import transport as link_transport
@@ -78,7 +79,9 @@ TO_NODE = (
 )  # fmt: skip
 FROM_NODE = (
     Welcome(info=INFO),
-    Status(node_id="d", epoch=3, counters={"a": 1.0}),
+    Status(
+        node_id="d", epoch=3, counters={"a": 1.0}, work=NodeReport(1e-4, prompts=((-0.5, 9), (1.0, 4)), num_streams=2)
+    ),
     Tokens(deltas=(TokenDelta("r0", 0, 0, 0, (1, 2), "stop", 2, (TokenLogprobs((1,), (0.5,)),)),)),
     READY,
 )

@@ -38,6 +38,7 @@ from tandem.engine.contracts.wire.requests import (
     TokenDelta,
     Tokens,
 )
+from tandem.engine.contracts.wire.work import NodeReport
 from tandem.kv_connector.directory.discovery import Discovery
 from tandem.kv_connector.directory.mirror import Mirror
 from tandem.kv_connector.directory.records import (
@@ -88,6 +89,7 @@ FROM_NODE = [
     Welcome(info=INFO),
     Refused(field="f", ours="o", theirs="t"),
     Status(node_id="d", epoch=2, sequence=1, num_blocks=9, counters={"steps": 1.0}, fetch_s_per_token_from={"a": 1.0}),
+    Status(node_id="d", epoch=2, sequence=2, num_blocks=9, work=NodeReport(1e-4, prompts=((-0.5, 9), (1.0, 4)))),
     *of_request(),
 ]
 TO_NODE = [

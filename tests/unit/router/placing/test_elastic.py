@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections.abc import Mapping
@@ -10,29 +11,29 @@ import pytest
 
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.rate import Due, fewest_late
-from tandem.router.placing.elastic import ElasticPlacement, Plan, Roads, Task
-from tandem.router.placing.outlook import NodeReport, Outlook
+from tandem.engine.contracts.wire.work import NodeReport
+from tandem.router.placing.elastic import ElasticPlacement, Fleet, Plan, Roads, Task
+from tandem.router.placing.outlook import Outlook
 
 TOKEN_S = 1e-4
 ROADS = Roads(handover_s=0.01, transfer_s_per_token=1e-6, fetch_s_per_token=1e-5)
-TASK = Task(num_prompt_tokens=10_000, max_tokens=100, ttft_s=2.0, tpot_s=0.025)
+TASK = Task(num_prompt_tokens=10_000, ttft_s=2.0, tpot_s=0.025)
 A, B, C, D = (NodeKey(name, 1) for name in "abcd")
 
 
 def node(key: NodeKey, **fields: object) -> Outlook:
     report = NodeReport(s_per_token=TOKEN_S, least_s_per_token=TOKEN_S, step_s=0.005, **fields)  # type: ignore[arg-type]
-    outlook = Outlook(key, report)
-    outlook.note_report(report, 0, 0.0)
-    return outlook
+    return Outlook(key, report)
 
 
 def find(
     *nodes: Outlook, task: Task = TASK, cached: Mapping[NodeKey, int] | None = None, most: int = 1, roads: Roads = ROADS
 ) -> Plan:
-    placement = ElasticPlacement(roads, most_nodes=most)
-    plan = placement.find(task, nodes, cached or {}, 0.0)
+    placement, backwards = ElasticPlacement(most_nodes=most), nodes[::-1]
+    plan = placement.find(task, Fleet(nodes, nodes, roads), cached or {}, 0.0)
     assert plan is not None
-    assert plan == placement.find(task, list(reversed(nodes)), cached or {}, 0.0), "whatever their order"
+    again = placement.find(task, Fleet(backwards, backwards, roads), cached or {}, 0.0)
+    assert plan == again, "whatever their order"
     return plan
 
 
@@ -68,18 +69,38 @@ def test_what_a_node_computes_is_worked_off() -> None:
 
 def test_a_report_shows_what_was_placed_before_its_ping_and_nothing_later() -> None:
     outlook = node(A)
-    outlook.note_placement(3, 10_000, 2.0, 1)
-    outlook.note_placement(4, 5_000, 2.0, 1)
-    outlook.note_report(NodeReport(s_per_token=TOKEN_S, prompts=((1.0, 9_000),), num_streams=1), 4, 0.0)
-    assert outlook.backlog_s(0.0) == pytest.approx(1.4)
+    outlook.note_placement(10_000, 2.0, 1, 0.0)
+    outlook.note_placement(5_000, 2.0, 1, 0.1)
+    outlook.note_report(NodeReport(s_per_token=TOKEN_S, prompts=((1.0, 9_000),), num_streams=1), 0.05, 0.1)
+    assert outlook.backlog_s(0.1) == pytest.approx(1.4)
     assert outlook.num_streams == 2
-    outlook.note_report(NodeReport(s_per_token=TOKEN_S, num_streams=2), 5, 0.5)
+    outlook.note_report(NodeReport(s_per_token=TOKEN_S, num_streams=2), 0.45, 0.5)
     assert (outlook.backlog_s(0.5), outlook.num_streams) == (0.0, 2)
+
+
+def test_a_forecast_that_was_kept_is_the_one_that_would_be_made() -> None:
+    """At any time, after anything: an outlook of the same prompts that has kept nothing says the same."""
+    rng = random.Random(3)
+    kept, now = node(A, prompts=((0.3, 2_000), (0.4, 5_000), (2.0, 3_000))), 0.0
+    for _ in range(300):
+        now += rng.choice((0.0, 0.0213))
+        if rng.random() < 0.2:
+            kept.note_placement(rng.randint(1, 4_000), now + rng.uniform(0, 2), 0, now)
+        forecast = kept.without(now)
+        fresh = copy.deepcopy(kept)
+        fresh._changed()
+        assert fresh.without(now) == pytest.approx(forecast)
+        if fresh._prompts:
+            beside = kept.forecast(now, TOKEN_S, now + 1e9)
+            assert beside.num_late == forecast.num_late
+            assert beside.others_s == pytest.approx(forecast.others_s, abs=len(fresh._prompts) * TOKEN_S)
 
 
 def test_late_prompts_wait_on_purpose_and_count_as_no_work_in_front() -> None:
     """A huge prompt that is late anyway lets a small one pass, as on the node."""
     outlook = node(A, prompts=((0.5, 100_000),))
+    assert outlook.without(0.0).num_late == 1
+    assert outlook.late_s(0.0) == pytest.approx(10.0)
     forecast = outlook.forecast(0.0, 0.2, 1.0)
     assert forecast.own_s == pytest.approx(0.2)
     assert forecast.num_late == 1
@@ -128,19 +149,30 @@ def test_tokens_are_made_where_the_prompt_was_computed() -> None:
 
 def test_a_node_whose_streams_would_be_late_hands_over() -> None:
     """a has the prompt cached and 40 streams that one more would make late: it computes, b decodes."""
-    busy = node(A, num_streams=40)
-    busy.note_report(
+    busy = Outlook(
+        A,
         NodeReport(s_per_token=TOKEN_S, least_s_per_token=TOKEN_S, num_streams=40, step_s=0.0235,
-                   stream_s_per_token=5e-8), 0, 0.0)  # fmt: skip
+                   stream_s_per_token=5e-8),
+    )  # fmt: skip
     plan = find(busy, node(B), cached={A: 9_999})
     assert (plan.computing, plan.decoding, plan.num_late) == ((A,), B, 0)
 
 
 def test_roles_bound_who_does_what() -> None:
-    prefill, decode = node(A, role="prefill", prompts=((9.0, 15_000),)), node(B, role="decode")
-    assert (find(prefill, decode).computing, find(prefill, decode).decoding) == ((A,), B)
-    assert ElasticPlacement(ROADS).find(TASK, [decode], {}, 0.0) is None
-    assert ElasticPlacement(ROADS).find(TASK, [prefill], {}, 0.0) is None
+    prefill, decode = node(A, prompts=((9.0, 15_000),)), node(B)
+    plan = ElasticPlacement().find(TASK, Fleet([prefill], [decode], ROADS), {}, 0.0)
+    assert plan is not None
+    assert (plan.computing, plan.decoding) == ((A,), B)
+    assert ElasticPlacement().find(TASK, Fleet([], [decode], ROADS), {}, 0.0) is None
+    assert ElasticPlacement().find(TASK, Fleet([prefill], [], ROADS), {}, 0.0) is None
+
+
+def test_a_request_that_can_not_move_stays_where_it_is_computed() -> None:
+    stays = Task(10_000, ttft_s=2.0, tpot_s=0.025, moves=False)
+    prefill, slow = node(A), node(B, prompts=((9.0, 15_000),))
+    plan = ElasticPlacement().find(stays, Fleet([prefill, slow], [slow], ROADS), {}, 0.0)
+    assert plan is not None
+    assert (plan.computing, plan.decoding) == ((B,), B)
 
 
 def test_a_node_without_room_decodes_only_if_none_has_any() -> None:
@@ -152,25 +184,25 @@ def test_a_node_without_room_decodes_only_if_none_has_any() -> None:
 
 
 def test_a_prompt_too_long_for_one_node_is_spread() -> None:
-    task = Task(60_000, 100, ttft_s=2.0, tpot_s=0.025)
+    task = Task(60_000, ttft_s=2.0, tpot_s=0.025)
     plan = find(node(A), node(B), node(C), node(D), task=task, most=4)
     assert (plan.computing, plan.decoding, plan.num_late) == ((A, B, C, D), A, 0)
     assert plan.own_s == pytest.approx(plan.share_s) == pytest.approx(1.5)
 
 
 def test_a_short_prompt_is_not_spread() -> None:
-    task = Task(6_000, 100, ttft_s=2.0, tpot_s=0.025)
+    task = Task(6_000, ttft_s=2.0, tpot_s=0.025)
     assert len(find(node(A), node(B), task=task, most=4).computing) == 1
 
 
 def test_nobody_is_made_late_to_spread_a_prompt() -> None:
     """b's prompts just make it: the long one takes a and c."""
-    task = Task(36_000, 100, ttft_s=2.0, tpot_s=0.025)
+    task = Task(36_000, ttft_s=2.0, tpot_s=0.025)
     plan = find(node(A), node(B, prompts=((1.0, 9_900), (2.0, 9_900))), node(C), task=task, most=2)
     assert plan.computing == (A, C)
 
 
 def test_attention_over_a_long_prompt_counts() -> None:
     """A token behind 30,000 others takes twice as long as the first one."""
-    task = Task(30_000, 100, ttft_s=9.0, tpot_s=0.025)
-    assert find(node(A, double_at=30_000), task=task).own_s == pytest.approx(4.5)
+    task = Task(30_000, ttft_s=9.0, tpot_s=0.025)
+    assert find(node(A, attention_growth=1 / 30_000), task=task).own_s == pytest.approx(4.5)
