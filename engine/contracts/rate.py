@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 SMOOTHING = 0.2  # a guess: the weight of the newest measurement
 FORGETTING = 0.98  # a guess: what each `doubt` leaves of a rate
@@ -37,7 +38,8 @@ class Rate:
 T = TypeVar("T")
 
 
-class Due(NamedTuple, Generic[T]):
+@dataclass(frozen=True, slots=True)
+class Due(Generic[T]):
     """A prompt that waits to be computed, or is. Times are seconds of one monotonic clock."""
 
     prompt: T

@@ -4,6 +4,7 @@ A node's prompts are foreseen by the rule by which it orders them itself (engine
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from tandem.engine.contracts.keys import NodeKey
@@ -136,7 +137,7 @@ class Outlook:
             worked = min(num_done, due.num_tokens)
             num_done -= worked
             if worked < due.num_tokens:
-                left.append(due._replace(num_tokens=due.num_tokens - worked) if worked else due)
+                left.append(replace(due, num_tokens=due.num_tokens - worked) if worked else due)
         if num_done:
             self._free_at = now
         self._num_late = min(self._num_late, len(left))

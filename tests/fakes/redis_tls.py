@@ -37,7 +37,21 @@ def make_certificates(folder: Path) -> Certificates:
     """By the openssl command, which must be there."""
     made = Certificates(folder)
     new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    _openssl("req", "-x509", *new_key, "-keyout", made.key("ca"), "-out", made.ca, "-days", 2, "-subj", "/CN=test CA")
+    may_sign = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")  # Python 3.13 refuses a CA that does not say so
+    _openssl(
+        "req",
+        "-x509",
+        *new_key,
+        "-keyout",
+        made.key("ca"),
+        "-out",
+        made.ca,
+        "-days",
+        2,
+        "-subj",
+        "/CN=test CA",
+        *may_sign,
+    )
     for name in ("server", "client"):
         request, extensions = folder / f"{name}.csr", folder / f"{name}.ext"
         extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")

@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 WINGS = ["engine", "node", "kv_connector", "router", "kernels", "prefill_node", "decode_node", "deploy", "llm", "tests"]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-LINKING = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / wing / "README.md" for wing in WINGS)]
+AT_THE_TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+LINKING = [*PAGES, *AT_THE_TOP, *(ROOT / wing / "README.md" for wing in WINGS)]
 MOST_WORDS = {"architecture.md": 1_400, "measurements.md": None, "metrics_list.md": None, "seeds.md": None}
 MOST_WORDS_ELSEWHERE = 2_000
 MOST_FILES_ON_THE_WAY = 40
@@ -68,7 +69,7 @@ def test_a_page_is_short(page: Path) -> None:
     assert most is None or num_words <= most, f"{num_words} words; at most {most}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *AT_THE_TOP], ids=name_of)
 def test_what_a_page_names_exists(page: Path) -> None:
     assert problem_of(page.read_text()) == []
 

@@ -32,6 +32,11 @@ def packages() -> list[str]:
     return sorted(inside | {f"tandem.{wing}" for wing in WINGS})
 
 
+def folder_of(package: str) -> Path:
+    """The folder that a package's files are in; those of tandem itself, which are no link's, included."""
+    return ROOT.joinpath(*package.split(".")[1:]) if "." in package else ROOT / package
+
+
 def python_files() -> list[Path]:
     return [path for wing in WINGS for path in (ROOT / wing).rglob("*.py")]
 
@@ -56,7 +61,23 @@ def test_the_installer_finds_every_package_and_its_data() -> None:
     assert with_code == {"tandem", *packages()}
     for package, patterns in PROJECT["tool"]["setuptools"]["package-data"].items():
         for pattern in patterns:
-            assert list(ROOT.joinpath(*package.split(".")[1:]).glob(pattern)), f"{package} has no {pattern}"
+            assert list(folder_of(package).glob(pattern)), f"{package} has no {pattern}"
+
+
+def test_every_file_that_is_not_for_developers_is_in_the_wheel() -> None:
+    """What no package lists is missing where only the wheel is."""
+    data = PROJECT["tool"]["setuptools"]["package-data"]
+    listed = {path for package in data for pattern in data[package] for path in folder_of(package).glob(pattern)}
+    for_developers = {".py", ".pyc", ".md", ".sh"}
+    there = {path for wing in WINGS for path in (ROOT / wing).rglob("*.*") if path.suffix not in for_developers}
+    assert {path for path in there if path.is_file()} - listed == set()
+
+
+def test_no_class_is_what_python_3_10_refuses() -> None:
+    """A generic NamedTuple is an error there when it is imported, which neither mypy nor ruff sees."""
+    classes = [node for path in python_files() for node in ast.walk(ast.parse(path.read_text()))]
+    bases = [[ast.unparse(base) for base in node.bases] for node in classes if isinstance(node, ast.ClassDef)]
+    assert [names for names in bases if "NamedTuple" in names and len(names) > 1] == []
 
 
 def test_the_package_is_the_command(tmp_path: Path) -> None:

@@ -118,6 +118,11 @@ class _Mould:
         self._fields: list[tuple[Any, str]] = []
         self._find_parts(life)
         self._decides = [name not in IGNORED for _, name in self._fields]
+        # Own classes, since Python 3.13 lets nobody set these on an instance.
+        writer = {"persistent_id": staticmethod(self._persistent)}
+        reader = {"persistent_load": staticmethod(self._kept.__getitem__)}
+        self._pickler: type[pickle.Pickler] = type("_Pickler", (pickle.Pickler,), writer)
+        self._unpickler: type[pickle.Unpickler] = type("_Unpickler", (pickle.Unpickler,), reader)
 
     def _find_parts(self, part: Any) -> None:
         self._number(part, None)
@@ -141,15 +146,12 @@ class _Mould:
 
     def take(self) -> bytes:
         buffer = io.BytesIO()
-        pickler = pickle.Pickler(buffer, protocol=5)
-        pickler.persistent_id = self._persistent  # type: ignore[method-assign]
-        pickler.dump([getattr(part, name) for part, name in self._fields])
+        self._pickler(buffer, protocol=5).dump([getattr(part, name) for part, name in self._fields])
         return buffer.getvalue()
 
     def put(self, data: bytes) -> None:
-        unpickler = pickle.Unpickler(io.BytesIO(data))
-        unpickler.persistent_load = self._kept.__getitem__  # type: ignore[method-assign]
-        for (part, name), value in zip(self._fields, unpickler.load(), strict=True):
+        values = self._unpickler(io.BytesIO(data)).load()
+        for (part, name), value in zip(self._fields, values, strict=True):
             setattr(part, name, value)
 
     def _persistent(self, value: Any) -> int | None:
