@@ -50,6 +50,7 @@ def as_text(url: str, said: dict[str, Any]) -> str:
     lines.append(f"{requests['active']} requests under way here, {requests['waiting_for_node']} of them without a node")
     if said["nodes"]:
         lines += ["", table(HEADER, [_row(node) for node in said["nodes"]])]
+    lines += [f"not used: {reason}" for reason in said["unused"].values()]
     return "\n".join(lines)
 
 

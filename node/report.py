@@ -11,6 +11,7 @@ from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.process.launcher_pipe import LauncherPipe
+from tandem.engine.process.version import version
 from tandem.kernels.api.selection import fallback_counts
 from tandem.kernels.blocks.quantization import overflow_counts
 from tandem.kernels.check.compilations import CompilationCounter
@@ -51,6 +52,7 @@ def describe(
         control_address=address,
         host_id=host_id(),
         pid=os.getpid(),
+        version=version(),
         identity=loaded.identity,
         layout=layout,
         model_name=loaded.served_name,

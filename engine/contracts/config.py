@@ -98,7 +98,8 @@ class CacheOptions:
         "overflow saturate and are counted (docs/layouts.md)",
     ] = 0
     kv_quality_sample_rate: Annotated[
-        Share, "share of the steps of which a row is computed again without the cache, to show its error in /metrics"
+        Share,
+        "share of the steps of which a row is computed again without the cache, to show its error in /metrics; 0: none",
     ] = 0.0
     kv_scales: Annotated[str, 'JSON file of fp8 scales, one a layer: {"k": [...], "v": [...]}; left out: 1.0'] = ""
 
@@ -265,6 +266,9 @@ class RouterOptions:
     max_attempts: Annotated[Positive, "attempts for a request whose nodes fail"] = 3
     max_body_bytes: Annotated[int, Meta(ge=1, le=2**60), "largest request body"] = 8 << 20
     max_queue: MaxQueue = 1024
+    node_wait_s: Annotated[
+        Seconds, "how long requests wait while no node is there that could take them, before 503; 0: --connect-s"
+    ] = 0.0
     # ZMQ's sockets suffice for 5,000 nodes.
     max_nodes: Annotated[
         Positive, "nodes that one router process connects to; others wait until one of them leaves"

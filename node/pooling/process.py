@@ -23,6 +23,7 @@ from tandem.engine.models.identity import pooling_identity
 from tandem.engine.pooling.config import PoolingConfig
 from tandem.engine.pooling.model import PoolingModel
 from tandem.engine.process.launcher_pipe import LauncherPipe
+from tandem.engine.process.version import version
 from tandem.engine.process.watched import end_process
 from tandem.kv_connector.transports.mapped.processes import host_id
 from tandem.node.control.board import LoopBoard
@@ -72,6 +73,7 @@ class PoolingProcess:
             control_address=advertised(sockets.bind(options.host, options.port), options.advertise_host),
             host_id=host_id(),
             pid=os.getpid(),
+            version=version(),
             identity=pooling_identity(folder, config, options.cache.hash_block_size, str(dtype)),
             model_name=served_name(options.model.model, options.model.served_name),
             max_model_len=max_model_len + 1,  # a place for the output token that each request is counted with

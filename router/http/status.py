@@ -31,6 +31,7 @@ def add_status_route(app: FastAPI, service: CompletionService, gate: Gate) -> No
             "task": None if facts is None else facts.task,
             "max_model_len": None if facts is None else facts.max_input_len,
             "requests": {"active": service.num_active, "waiting_for_node": service.num_waiting},
+            "unused": cluster.unused(),
             "nodes": [_shown(view) for view in sorted(cluster.views, key=lambda view: (view.role, view.info.node_id))],
         }
         return json_answer(answer)
@@ -44,6 +45,7 @@ def _shown(view: NodeView) -> dict[str, Any]:
         "node_id": info.node_id,
         "role": info.role,
         "address": info.control_address,
+        "version": info.version,
         "state": state,
         "running": said.num_running,
         "waiting": said.num_waiting,

@@ -28,12 +28,18 @@ Mode = Literal["livemin", "livemax", "sum"]
 SEEN_BY_ALL: dict[str, Mode] = {
     "nodes_known": "livemax",
     "nodes_unreachable": "livemax",
+    "nodes_other_version": "livemax",
+    "nodes_other_wire": "livemax",
+    "nodes_other_model": "livemax",
     "directory_connected": "livemin",
     "directory_entries": "livemax",
 }
 FIGURES = {
     "nodes_known": "Nodes that the router has heard of",
     "nodes_unreachable": "Those of them that it has no connection to",
+    "nodes_other_version": "Connected nodes of another version than the router's; they are used",
+    "nodes_other_wire": "Nodes that speak another version of the protocol; they are not used",
+    "nodes_other_model": "Connected nodes of another model than the one that is served; they are not used",
     "directory_connected": "1: it hears from Redis which node has what cached",
     "directory_entries": "Blocks that the router knows a holder of",
     "failed_handshakes": "Greetings that a node refused or that came to nothing",
@@ -86,6 +92,10 @@ class RouterMetrics:
         self.active = Gauge(
             f"{PREFIX}active_prompts", "Prompts under way", registry=registry, multiprocess_mode="livesum"
         )
+        self.waiting = Gauge(
+            f"{PREFIX}waiting_prompts", "Prompts that no node has yet: with none alive, a reason to start some",
+            registry=registry, multiprocess_mode="livesum",
+        )  # fmt: skip
         self.migration_pause_s = Histogram(
             f"{PREFIX}migration_pause_seconds", "Between the last token of one node and the first of the next, of "
             "sequences that were handed over while they ran", buckets=TOKEN_BUCKETS_S, registry=registry,

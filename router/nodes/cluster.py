@@ -174,15 +174,18 @@ class Cluster:
 
     def missing(self) -> str:
         """Why `ready` is False, for people."""
-        reasons = []
+        return describe(self.serving(), list(self.unused().values()))
+
+    def unused(self) -> dict[str, str]:
+        """The addresses of nodes that nothing is sent to, and why, for people."""
+        reasons = {}
         for link in self._links.values():
-            view = link.view
-            differs = self._difference(view) if view is not None else ""
+            differs = self._difference(link.view) if link.view is not None else ""
             if link.refusal or differs:
-                reasons.append(f"{link.address}: {link.refusal or differs}")
+                reasons[link.address] = f"{link.address}: {link.refusal or differs}"
             elif link.trouble:
-                reasons.append(link.trouble)
-        return describe(self.serving(), reasons)
+                reasons[link.address] = link.trouble
+        return reasons
 
     def missing_roles(self) -> str:
         """What kinds of nodes are needed before a request can be served, for people; "" when none is missing."""
@@ -209,6 +212,9 @@ class Cluster:
         return {
             "nodes_known": float(len(links)),
             "nodes_unreachable": float(sum(link.view is None for link in links)),
+            "nodes_other_version": float(sum(view.info.version != self._hello.version for view in self.views)),
+            "nodes_other_wire": float(sum(link.refused_field == "wire_version" for link in links)),
+            "nodes_other_model": float(sum(bool(self._difference(view)) for view in self.views)),
             "failed_handshakes": float(sum(link.num_failed_handshakes for link in links)),
             "undecodable_messages": float(sum(link.num_undecodable for link in links)),
             "resent_messages": float(sum(link.outbox.num_resent for link in links)),

@@ -88,11 +88,15 @@ class NodeLink:
         self.address = address
         self.view: NodeView | None = None  # None until Welcome and the first Status
         self.ping_sequence = 0
-        self.refusal = ""
+        self.refusal, self.refused_field = (
+            "",
+            "",
+        )  # why the node refuses this router, and by which field; "": it doesn't
         self.trouble = ""  # why no connection comes about, for people
         self.outbox = Outbox(timeouts.resend_s, timeouts.connect_s)
         self.num_undecodable = 0
         self.num_failed_handshakes = 0  # of ZMQ: the keys differ, or whatever listens there speaks otherwise
+        self._version = hello.version
         self._hello = codec.encode(Hello(wire_version=WIRE_VERSION, info=hello))
         self._identity = str(hello.key).encode()
         self._context, self._keys, self._timeouts, self._listener = context, keys, timeouts, listener
@@ -203,6 +207,7 @@ class NodeLink:
             self._pause(now, f"the connection to {self.address} failed by an error of this router")
 
     def _is_unreachable(self) -> None:
+        self.refusal, self.refused_field = "", ""  # whoever refused is gone
         if not self.trouble:
             self.trouble = f"{self.address} does not answer"
             logger.warning("no node answers at %s, which is among the nodes that this router knows", self.address)
@@ -267,7 +272,7 @@ class NodeLink:
             return
         if self.view is not None:
             self._forget("it came back with another epoch")
-        self._welcomed, self.refusal = info, ""
+        self._welcomed, self.refusal, self.refused_field = info, "", ""
         self.trouble, self._pause_s = "", FIRST_PAUSE_S
         self._beat()
 
@@ -280,7 +285,9 @@ class NodeLink:
             self._listener.node_status(self.view)
             return
         self.view = NodeView(info, status, self._last_seen)
-        logger.info("node %s (%s) is up at %s", info.node_id, info.role, self.address)
+        other = f", of version {info.version or 'unknown'} where this router is of {self._version}"
+        is_alike = info.version == self._version
+        logger.info("node %s (%s) is up at %s%s", info.node_id, info.role, self.address, "" if is_alike else other)
         self._listener.node_up(self.view)
 
     def _on_refused(self, message: Refused) -> None:
@@ -289,9 +296,11 @@ class NodeLink:
                 self._lost("it no longer knows this connection")
             return
         refusal = f"{message.field} differs (theirs {message.ours}, ours {message.theirs})"
+        if message.field == "wire_version":
+            refusal += "; it needs a router of its own version (docs/upgrades.md)"
         if refusal != self.refusal:
-            self.refusal = refusal
-            logger.error("the node at %s refuses this router: %s", self.address, refusal)
+            self.refusal, self.refused_field = refusal, message.field
+            logger.error("the node at %s refuses this router: %s; nothing is sent to it", self.address, refusal)
 
     def _read_monitor(self) -> None:
         while self._socket is not None and (event := self._socket.event()) is not None:

@@ -20,6 +20,7 @@ from tandem.engine.contracts.generation_config import sampling_defaults
 from tandem.engine.contracts.model_folder import resolve_model, tokenizer_digest
 from tandem.engine.contracts.security import load_cluster_keys
 from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.process.version import version
 from tandem.engine.process.watched import lasting_task, watched_task
 from tandem.router.access.api_keys import ApiKeys
 from tandem.router.access.gate import Gate
@@ -60,7 +61,11 @@ class Worker:
         """Raises ConfigError for a folder, key file or secret that can't be used."""
         epoch = secrets.randbits(63) + 1
         self.info = NodeInfo(
-            node_id=router_id or f"router-{secrets.token_hex(4)}", epoch=epoch, role="router", pid=os.getpid()
+            node_id=router_id or f"router-{secrets.token_hex(4)}",
+            epoch=epoch,
+            role="router",
+            pid=os.getpid(),
+            version=version(),
         )
         # Routers only connect; whether a control socket may leave loopback is decided where it is bound.
         self._cluster_keys = load_cluster_keys(options.cluster_secret_file, "127.0.0.1")

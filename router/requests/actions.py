@@ -36,8 +36,8 @@ class RequestSpec:
     session: str = ""  # requests of one session go to the same nodes
     max_attempts: int = 3
     deadline_s: float = 600.0
-    queue_s: float = 10.0  # longest wait for a node that can take it
-    accept_s: float = 10.0  # longest wait for the nodes' answers to Submit
+    queue_s: float = 10.0  # longest wait while no node is there that could take it
+    accept_s: float = 10.0  # longest wait for nodes' answers to Submit, and for room on full ones
 
     @property
     def most_tokens(self) -> int:

@@ -96,7 +96,7 @@ class GenerationFactory:
             session=said.session,
             max_attempts=self._options.max_attempts,
             deadline_s=min(timeouts.request_s, body.timeout or timeouts.request_s, said.timeout_s),
-            queue_s=timeouts.connect_s,
+            queue_s=self._options.node_wait_s or timeouts.connect_s,
             accept_s=timeouts.connect_s,
         )
 

@@ -333,7 +333,7 @@ class RequestMachine:
         actions = self.moves.give_up(attempt.sample_indices, now)
         actions += self.attempts.cancel(attempt, [node for node in attempt.nodes if node not in already_clean])
         attempt.primary = attempt.prefill = None
-        if not retryable or attempt.is_last(self.spec.max_attempts, self.spec.queue_s, now):
+        if not retryable or attempt.is_last(self.spec.max_attempts, self.spec.accept_s, now):
             return actions + self._fail(attempt.with_history(error))
         return actions + [Place(request_id) for request_id in self.attempts.replace(attempt, culprits, error, now)]
 

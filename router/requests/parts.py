@@ -96,13 +96,13 @@ class Attempt:
             following.waits_since = self.waits_since
         return following
 
-    def is_last(self, max_attempts: int, queue_s: float, now: float) -> bool:
-        """Whether no attempt may follow this one, which failed. Being turned away costs time and no attempt, and so
-        does, once, the change to precise KV."""
+    def is_last(self, max_attempts: int, full_s: float, now: float) -> bool:
+        """Whether no attempt may follow this one, which failed. Being turned away costs time, `full_s` at most, and no
+        attempt, and so does, once, the change to precise KV."""
         if self.has_overflowed:
             return False
         if self.was_turned_away:
-            return now - self.waits_since >= queue_s
+            return now - self.waits_since >= full_s
         return self.num_failures + 1 >= max_attempts
 
     def with_history(self, error: TandemError) -> TandemError:

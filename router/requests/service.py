@@ -52,6 +52,7 @@ repeated = RateLimited(logger)
 
 NOTHING_SAID = RequestHeaders()
 LOOK_FOR_FACTS_S = 0.02  # a guess: nobody notices it at a router's start
+LOOK_AGAIN_S = 0.5  # a guess: when it has waited for seconds; a thousand that wait for minutes cost a router little
 
 
 class CompletionService:
@@ -107,11 +108,13 @@ class CompletionService:
         if self._lacks(name):
             if self.num_awaiting_facts >= self.options.max_queue:
                 raise OverloadedError(f"{self.num_awaiting_facts} requests are waiting for a node; try again later")
-            end = self._clock() + self.options.timeouts.connect_s
+            end = self._clock() + (self.options.node_wait_s or self.options.timeouts.connect_s)
             self.num_awaiting_facts += 1
+            pause_s = LOOK_FOR_FACTS_S
             try:
                 while self._lacks(name) and self._clock() < end:
-                    await asyncio.sleep(LOOK_FOR_FACTS_S)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(1.2 * pause_s, LOOK_AGAIN_S)
             finally:
                 self.num_awaiting_facts -= 1
         return self.facts()
@@ -241,6 +244,7 @@ class CompletionService:
         now = self._clock()
         self._try("the nodes", self.cluster.tick, now)
         self._dispatcher.tick(now)
+        self.metrics.waiting.set(self.num_waiting + self.num_awaiting_facts)
         self._try("moves", self._rebalancer.tick, self._dispatcher.active, now)
 
     @staticmethod

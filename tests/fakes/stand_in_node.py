@@ -20,7 +20,7 @@ from waiting import PATIENCE_S
 from tandem.engine.contracts.kv_layout import ModelIdentity
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire import codec
-from tandem.engine.contracts.wire.connection import Hello, Ping, Refused, Status, Welcome
+from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, Role, TokenLogprobs
 from tandem.engine.contracts.wire.profile import Profiled, StartProfile, StopProfile
 from tandem.engine.contracts.wire.requests import (
@@ -74,6 +74,8 @@ class StandInNode:
     vocab_size: int = 400
     max_model_len: int = 512
     identity: ModelIdentity = IDENTITY
+    version: str = ""
+    wire_version: int = WIRE_VERSION
     port: int = 0
     step_s: float = 0.0  # time between two tokens of a request
     keys: ClusterKeys | None = None
@@ -133,6 +135,7 @@ class StandInNode:
             node_id=self.node_id,
             epoch=self.epoch,
             role=self.role,
+            version=self.version,
             control_address=self.address,
             identity=self.identity,
             model_name="stand-in",
@@ -184,6 +187,9 @@ class StandInNode:
     def _on_message(self, peer: bytes, message: Message) -> None:
         if isinstance(message, Hello):
             self.hellos.append(message)
+            if message.wire_version != self.wire_version:
+                ours, theirs = str(self.wire_version), str(message.wire_version)
+                return self._send(peer, Refused(field="wire_version", ours=ours, theirs=theirs))
             self._known.add(peer)
             self._send(peer, Welcome(info=self.info))
         elif peer not in self._known:

@@ -69,6 +69,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     control_address: str = ""  # where this process accepts control connections; "" for routers
     host_id: str = ""  # equal for processes that share a kernel (boot id + pid namespace)
     pid: int = 0
+    version: str = ""  # of the package, for people: what may work together is decided by WIRE_VERSION and identity
     identity: ModelIdentity | None = None
     layout: KVLayout | None = None
     model_name: str = ""
