@@ -185,8 +185,8 @@ class IdleMeter:
         assert graphs is not None
         fill, execute = graphs.batch.fill, runner.execute
 
-        def timed_fill(rows, size):  # type: ignore[no-untyped-def]
-            fill(rows, size)
+        def timed_fill(*what):  # type: ignore[no-untyped-def]
+            fill(*what)
             self._begin = _record()
 
         def timed_execute(output, *hooks):  # type: ignore[no-untyped-def]

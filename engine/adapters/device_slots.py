@@ -6,7 +6,7 @@ import torch
 
 from tandem.engine.adapters.host_adapter import HostAdapter
 from tandem.engine.adapters.layout import MOST_PARTS, AdapterLayout
-from tandem.kernels.products.adapters import AdapterStack
+from tandem.kernels.products.adapter_rows import AdapterStack
 
 
 class DeviceSlots:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tandem.engine.contracts.model_config import ModelConfig
-from tandem.kernels.products.adapters import padded_rank
+from tandem.kernels.products.adapter_rows import padded_rank
 
 MOST_PARTS = 3  # of a merged product: q, k and v
 

@@ -13,7 +13,7 @@ from tandem.engine.contracts.config import LoraOptions
 from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.parallel.sharding import Shard
-from tandem.kernels.products.adapters import AdapterStack
+from tandem.kernels.products.adapter_rows import AdapterStack
 
 
 class NodeAdapters:

@@ -22,7 +22,8 @@ from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.products import few_rows
-from tandem.kernels.products.adapters import AdapterStack, add_adapters
+from tandem.kernels.products.adapter_rows import AdapterStack
+from tandem.kernels.products.adapters import expand, expand_silu_mul, shrink
 from tandem.kernels.products.fused_ops import HeadNorms, add_rms_norm, rms_norm, silu_mul
 from tandem.kernels.products.matmul import group_gate_up, linear, linear_silu_mul
 from tandem.kernels.products.matmul_plans import GATE_UP_GROUP
@@ -43,11 +44,13 @@ class Linear(nn.Linear):
     def take_adapters(self, stack: AdapterStack) -> None:
         self.adapters = stack
 
-    def forward(self, x_TK: torch.Tensor, group: int = 0) -> torch.Tensor:
-        """x @ weight^T + bias, plus the adapters of the step's rows. `group` as in `add_adapters`."""
+    def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """x @ weight^T + bias, plus the adapters of the step's rows."""
+        if self.adapters is None or (rows := get_forward_context().adapters) is None:
+            return linear(x_TK, self.weight, self.bias)
+        low = shrink(x_TK, self.adapters, rows)
         out = linear(x_TK, self.weight, self.bias)
-        if self.adapters is not None and (rows := get_forward_context().adapters) is not None:
-            add_adapters(out, x_TK, self.adapters, rows, group)
+        expand(out, low, self.adapters, rows)
         return out
 
 
@@ -148,12 +151,14 @@ class MLP(nn.Module):
             self.is_grouped = True
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        takes_adapters = self.gate_up_proj.adapters is not None and get_forward_context().adapters is not None
-        if self.is_grouped and not takes_adapters:
-            activated = linear_silu_mul(x_TE, self.gate_up_proj.weight)
+        both, group = self.gate_up_proj, GATE_UP_GROUP if self.is_grouped else 0
+        if both.adapters is not None and (rows := get_forward_context().adapters) is not None:
+            low = shrink(x_TE, both.adapters, rows)
+            activated = expand_silu_mul(linear(x_TE, both.weight, both.bias), low, both.adapters, rows, group)
+        elif self.is_grouped:
+            activated = linear_silu_mul(x_TE, both.weight)
         else:
-            group = GATE_UP_GROUP if self.is_grouped else 0
-            activated = silu_mul(self.gate_up_proj(x_TE, group), group)
+            activated = silu_mul(both(x_TE))
         out: torch.Tensor = self.down_proj(activated)
         return out
 

@@ -32,7 +32,7 @@ from tandem.engine.scheduling.step import ScheduledRow
 from tandem.kernels.api.attention import Attention, metadata_backend
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.prefixes.shared_prefix import SharedPrefixes
-from tandem.kernels.products.adapters import FEW_TILE_ROWS, AdapterRows
+from tandem.kernels.products.adapter_rows import FEW_TILE_ROWS, AdapterRows, most_tiles, num_words, tile_words
 from tandem.kernels.products.few_rows_scratch import MOST_ROWS
 from tandem.kernels.products.fused_ops import argmax_tokens
 from tandem.kernels.products.rotary_attention import WantedTokens
@@ -85,6 +85,7 @@ class DecodeBatch:
         max_model_len: int,
         shift_S: torch.Tensor | None = None,
         spans: EncoderSpans | None = None,
+        adapter_slots: int = 0,
     ) -> None:
         self._model = model
         self._shift_S = shift_S
@@ -92,24 +93,35 @@ class DecodeBatch:
         self._state = state
         self._max_model_len = max_model_len
         rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
-        self._words = torch.zeros((3, rows), dtype=torch.int64, device=state.device)  # slots, positions, adapters
+        self._words = torch.zeros((2, rows), dtype=torch.int64, device=state.device)  # slots, positions
         self._words[0] = -1
-        self._tiles = torch.ones((rows, 3), dtype=torch.int32, device=state.device)  # a row each
-        self._tiles[:, 0] = torch.arange(rows)
+        self._adapter_slots = adapter_slots
+        self._adapter_words = torch.zeros(self._num_words(rows), dtype=torch.int32, device=state.device)
         self._inputs = DecodeInputs.allocate(rows, state.max_blocks, state.device)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=state.device)
         self.device = state.device
         self._pinned = state.device.type == "cuda"
 
-    def fill(self, rows: Sequence[ScheduledRow], size: int) -> None:
-        """Writes the step's slots, the position of each one's newest token and its adapter, with a copy that doesn't
-        wait."""
-        host = torch.empty((3, size), dtype=torch.int64, pin_memory=self._pinned)
+    def fill(self, rows: Sequence[ScheduledRow], size: int, with_adapters: bool = False) -> None:
+        """Writes the step's slots and the position of each one's newest token, and which adapter each takes if some
+        do, with copies that don't wait."""
+        host = torch.empty((2, size), dtype=torch.int64, pin_memory=self._pinned)
         words, num_rows = host.numpy(), len(rows)
-        words[:2, :num_rows] = np.array([(row.slot, row.start) for row in rows], np.int64).T
-        words[2, :num_rows] = self.adapters_of(rows)
-        words[0, num_rows:], words[1:, num_rows:] = -1, 0
+        words[:, :num_rows] = np.array([(row.slot, row.start) for row in rows], np.int64).T
+        words[0, num_rows:], words[1, num_rows:] = -1, 0
         self._words[:, :size].copy_(host, non_blocking=True)
+        if with_adapters:
+            adapter_G = np.zeros(size, np.int32)
+            adapter_G[:num_rows] = self.adapters_of(rows)
+            tiles = torch.from_numpy(tile_words(adapter_G, FEW_TILE_ROWS, self._most_tiles(size)))
+            tiles = tiles.pin_memory() if self._pinned else tiles
+            self._adapter_words[: len(tiles)].copy_(tiles, non_blocking=True)
+
+    def _most_tiles(self, size: int) -> int:
+        return most_tiles(size, self._adapter_slots, FEW_TILE_ROWS)
+
+    def _num_words(self, size: int) -> int:
+        return num_words(size, self._most_tiles(size)) if self._adapter_slots else 0
 
     def adapters_of(self, rows: Sequence[ScheduledRow]) -> np.ndarray:
         """int32 [R]: the slot of each row's adapter, 0 for none."""
@@ -127,8 +139,7 @@ class DecodeBatch:
         """Logits [size, V] in the model's dtype, for what `fill` put there; rows' adapters count `with_adapters`."""
         adapters = None
         if with_adapters:
-            self._tiles[:size, 2].copy_(self._words[2, :size])
-            adapters = AdapterRows(self._tiles[:size], FEW_TILE_ROWS)
+            adapters = AdapterRows.view(self._adapter_words[: self._num_words(size)], size, FEW_TILE_ROWS)
         slot_G, position_G = self._words[0, :size], self._words[1, :size]
         state, inputs = self._state, self._inputs.first(size)
         gather_decode_inputs(slot_G, position_G, state.token_ids_SC, state.block_table_SB, state.block_size, inputs)
@@ -192,14 +203,15 @@ class DecodeGraphs:
         max_model_len: int,
         sharing: PrefixSharing | None = None,
         shift_S: torch.Tensor | None = None,
-        with_adapters: bool = False,
+        adapter_slots: int = 0,
         spans: EncoderSpans | None = None,
     ) -> None:
-        """`shift_S`: by how much a slot's positions are beyond its tokens' places; None: in none."""
-        self.batch = DecodeBatch(model, state, max_rows, max_model_len, shift_S, spans)
+        """`shift_S`: by how much a slot's positions are beyond its tokens' places; None: in none. `adapter_slots`: 0
+        where no row takes an adapter."""
+        self.batch = DecodeBatch(model, state, max_rows, max_model_len, shift_S, spans, adapter_slots)
         self.sizes = graph_sizes(max_rows)
         self.shared_sizes = [] if sharing is None else shared_graph_sizes(max_rows)
-        self.adapted_sizes = shared_graph_sizes(max_rows) if with_adapters else []
+        self.adapted_sizes = shared_graph_sizes(max_rows) if adapter_slots else []
         self._sharing = sharing
         self._members = 1 if sharing is None else sharing.members
         self._graphs: dict[tuple[int, StepKind], torch.cuda.CUDAGraph] = {}
@@ -229,7 +241,7 @@ class DecodeGraphs:
     ) -> Any:
         """Captures one graph in the memory pool (None: a new one) -> the pool."""
         with_adapters = kind == "adapted"
-        self.batch.fill((), size)
+        self.batch.fill((), size, with_adapters)
         logits = self.batch.forward(
             size, prefixes, None, with_adapters
         )  # compiles kernels, makes cached constants: not under capture
@@ -277,6 +289,6 @@ class DecodeGraphs:
         elif self._sharing is not None and self._sharing.of_rows(rows) is not None:  # where the graphs look for them
             kind = "shared"
         size = self.size_for(rows, kind)
-        self.batch.fill(rows, size)
+        self.batch.fill(rows, size, kind == "adapted")
         self._graphs[size, kind].replay()
         return self._logits_GV[: len(rows)]

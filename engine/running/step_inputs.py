@@ -18,7 +18,7 @@ from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.scheduling.step import ScheduledRow
 from tandem.kernels.api.metadata import AttentionMetadata, AttentionMetadataBuilder
 from tandem.kernels.prefixes.shared_prefix import SharedPrefixes
-from tandem.kernels.products.adapters import FEW_TILE_ROWS, MANY_TILE_ROWS, AdapterRows
+from tandem.kernels.products.adapter_rows import FEW_TILE_ROWS, MANY_TILE_ROWS, AdapterRows, tile_words
 from tandem.kernels.products.rotary_attention import WantedTokens
 
 
@@ -140,25 +140,15 @@ class StepInputs:
 
 
 def adapter_rows(adapter_R: np.ndarray, lengths: np.ndarray, device: torch.device) -> AdapterRows | None:
-    """The tiles of rows of so many tokens, one row after another, each with the adapter in its slot (0: none); tokens
-    of neighbours with one adapter share tiles. None: no row takes one."""
+    """The tiles of rows of so many tokens, one row after another, each with the adapter in its slot (0: none).
+    None: no row takes one."""
     if not adapter_R.any():
         return None
-    changes = np.flatnonzero(np.diff(adapter_R, prepend=-1))
-    ends = np.cumsum(lengths)
-    first_S = (ends - lengths)[changes]
-    last_S = np.append(first_S[1:], ends[-1])
     tile_rows = FEW_TILE_ROWS if (lengths == 1).all() else MANY_TILE_ROWS
-    tiles = [
-        (start, min(tile_rows, last - start), slot)
-        for slot, first, last in zip(adapter_R[changes].tolist(), first_S.tolist(), last_S.tolist(), strict=True)
-        for start in range(first, last, tile_rows)
-        if slot
-    ]
-    host = torch.tensor(tiles, dtype=torch.int32)
+    host = torch.from_numpy(tile_words(np.repeat(adapter_R, lengths), tile_rows))
     if device.type == "cuda":
         host = host.pin_memory()
-    return AdapterRows(host.to(device, non_blocking=True), tile_rows)
+    return AdapterRows.view(host.to(device, non_blocking=True), int(lengths.sum()), tile_rows)
 
 
 def _flatten(rows: Sequence[ScheduledRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

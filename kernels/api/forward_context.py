@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from tandem.kernels.api.attention import Attention
     from tandem.kernels.api.metadata import AttentionMetadata
-    from tandem.kernels.products.adapters import AdapterRows
+    from tandem.kernels.products.adapter_rows import AdapterRows
 
 
 class LayerHooks(Protocol):

@@ -1,88 +1,76 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) of many kinds in one batch: out += x A^T B^T, each row by its own adapter.
 
-T rows, K inputs, N outputs, R rank (padded to a power of two, 16 or more), P parts: projections merged into one matrix
-(q, k, v; gate, up), each with an A of its own. On GPUs two kernels of kernels/triton_kernels/products/adapters.py, else
-the eager twin below, which is also what tests compare with.
+Letters as in adapter_rows.py. `shrink` goes before the product that both belong to, `expand` after it. On GPUs by
+kernels of kernels/triton_kernels/products/adapters.py, else by the eager twins below, which are also what tests compare
+with.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from tandem.kernels.products.fused_ops import is_fused
-
-LEAST_RANK = 16  # tl.dot's smallest inner dimension
-FEW_TILE_ROWS, MANY_TILE_ROWS = 16, 64  # rows of a tile: of decode steps, of prompts; 64 is a guess
+from tandem.kernels.products.adapter_rows import AdapterRows, AdapterStack
+from tandem.kernels.products.fused_ops import is_fused, silu_mul
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterRows:
-    """Which rows of a step take which adapter. `tiles` int32 [tiles, 3], contiguous, on the device: first row, number
-    of rows (at most `tile_rows`), slot counted from 1; slot 0: these rows take none. Rows in no tile take none."""
-
-    tiles: torch.Tensor
-    tile_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterStack:
-    """The adapters of one merged projection in their slots: a [slots, P * R, K], b [slots, N, R] (times the adapter's
-    scaling), ranks int32 [slots, P], at most R; 0: that part has no adapter. What lies beyond a rank is never read.
-    `part_sizes`: outputs of each part, N in all."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    ranks: torch.Tensor
-    part_sizes: tuple[int, ...]
-
-
-def padded_rank(rank: int) -> int:
-    """R of a stack whose adapters have at most `rank`."""
-    return max(LEAST_RANK, 1 << (rank - 1).bit_length())
-
-
-def add_adapters(
-    out_TN: torch.Tensor, x_TK: torch.Tensor, stack: AdapterStack, rows: AdapterRows, group: int = 0
-) -> None:
-    """out += x A^T B^T in place for the rows of `rows`. `group` > 0: the outputs of the two parts take turns, `group`
-    of each (kernels/products/matmul.py, group_gate_up)."""
+def shrink(x_TK: torch.Tensor, stack: AdapterStack, rows: AdapterRows) -> torch.Tensor:
+    """x A^T, for `expand`: fp32 [splits, T, P * R], whose sum over splits it is; rows in `rows.order`. Of rows without
+    an adapter nothing is written."""
     if is_fused(x_TK):
-        from tandem.kernels.triton_kernels.products.adapters import add_adapters_triton
+        from tandem.kernels.triton_kernels.products.adapters import shrink_triton
 
-        add_adapters_triton(
-            out_TN, x_TK, stack.a, stack.b, stack.ranks, stack.part_sizes, rows.tiles, rows.tile_rows, group
-        )
+        return shrink_triton(x_TK, stack, rows)
+    return shrink_eager(x_TK, stack, rows)
+
+
+def expand(out_TN: torch.Tensor, low: torch.Tensor, stack: AdapterStack, rows: AdapterRows) -> None:
+    """out += low B^T in place."""
+    if is_fused(out_TN):
+        from tandem.kernels.triton_kernels.products.adapters import expand_triton
+
+        expand_triton(out_TN, low, stack, rows)
     else:
-        add_adapters_eager(out_TN, x_TK, stack, rows, group)
+        expand_eager(out_TN, low, stack, rows)
 
 
-def add_adapters_eager(
-    out_TN: torch.Tensor, x_TK: torch.Tensor, stack: AdapterStack, rows: AdapterRows, group: int = 0
-) -> None:
-    """The same, tile by tile in PyTorch."""
-    padded, ranks = stack.a.shape[1] // len(stack.part_sizes), stack.ranks.tolist()
-    for first, count, slot in rows.tiles.tolist():
+def expand_silu_mul(
+    gate_up_TG: torch.Tensor, low: torch.Tensor, stack: AdapterStack, rows: AdapterRows, group: int
+) -> torch.Tensor:
+    """silu of the first part's outputs, times the second's, each with low B^T added: [T, G / 2] of all rows. `group`
+    as in `silu_mul`."""
+    if is_fused(gate_up_TG):
+        from tandem.kernels.triton_kernels.products.adapters import expand_silu_mul_triton
+
+        return expand_silu_mul_triton(gate_up_TG, low, stack, rows, group)
+    return expand_silu_mul_eager(gate_up_TG, low, stack, rows, group)
+
+
+def shrink_eager(x_TK: torch.Tensor, stack: AdapterStack, rows: AdapterRows) -> torch.Tensor:
+    """The same, tile by tile in PyTorch, as are those below."""
+    low = torch.zeros((1, len(x_TK), stack.a.shape[1]), dtype=torch.float32, device=x_TK.device)
+    for first, row, slot in rows.adapted():
+        for part, rank in enumerate(stack.ranks[slot - 1].tolist()[: len(stack.part_sizes)]):
+            lanes = slice(part * stack.rank, part * stack.rank + rank)
+            made = torch.nn.functional.linear(x_TK[row], stack.a[slot - 1, lanes])
+            low[0, first : first + len(row), lanes] = made.float()
+    return low
+
+
+def expand_eager(out_TN: torch.Tensor, low: torch.Tensor, stack: AdapterStack, rows: AdapterRows) -> None:
+    for first, row, slot in rows.adapted():
         begin = 0
         for part, size in enumerate(stack.part_sizes):
-            rank = ranks[slot - 1][part] if slot else 0
-            if rank:
-                a_RK = stack.a[slot - 1, part * padded : part * padded + rank]
-                b_NR = stack.b[slot - 1, begin : begin + size, :rank]
-                low = torch.nn.functional.linear(x_TK[first : first + count], a_RK)
-                _columns(out_TN[first : first + count], part, begin, size, group).add_(
-                    (low @ b_NR.t()).view(count, *_turns(size, group))
-                )
+            rank, start = int(stack.ranks[slot - 1, part]), part * stack.rank
+            low_TR = low.sum(0)[first : first + len(row), start : start + rank].to(out_TN.dtype)
+            out_TN[row, begin : begin + size] += low_TR @ stack.b[slot - 1, begin : begin + size, :rank].t()
             begin += size
 
 
-def _columns(out: torch.Tensor, part: int, begin: int, size: int, group: int) -> torch.Tensor:
-    """The outputs of one part, [rows, size] or, where parts take turns, [rows, size / group, group]."""
-    if not group:
-        return out[:, begin : begin + size]
-    return out.view(len(out), size // group, 2, group)[:, :, part]
-
-
-def _turns(size: int, group: int) -> tuple[int, ...]:
-    return (size // group, group) if group else (size,)
+def expand_silu_mul_eager(
+    gate_up_TG: torch.Tensor, low: torch.Tensor, stack: AdapterStack, rows: AdapterRows, group: int
+) -> torch.Tensor:
+    added = torch.zeros_like(gate_up_TG)
+    expand_eager(added, low, stack, rows)
+    group = group or gate_up_TG.shape[1] // 2
+    by_turns = added.view(len(added), 2, -1, group).transpose(1, 2).reshape(gate_up_TG.shape)
+    return silu_mul(gate_up_TG + by_turns, group)

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from tandem.kernels.products.adapters import AdapterRows, AdapterStack, add_adapters_eager, padded_rank
-from tandem.kernels.triton_kernels.products.adapters import add_adapters_triton
+from tandem.kernels.products.adapter_rows import (
+    FEW_TILE_ROWS,
+    MANY_TILE_ROWS,
+    AdapterRows,
+    AdapterStack,
+    padded_rank,
+    tile_words,
+)
+from tandem.kernels.products.adapters import expand_eager, expand_silu_mul_eager, shrink_eager
+from tandem.kernels.products.matmul import group_gate_up
+from tandem.kernels.triton_kernels.products.adapters import expand_silu_mul_triton, expand_triton, shrink_triton
 
-# Rows without an adapter, in no tile, alone, and more than one tile's.
-TILES = [[0, 1, 2], [1, 1, 0], [2, 5, 1], [9, 16, 3], [25, 3, 2]]
+# Rows without an adapter, adapters of one row and of more than one tile's, rows of one far from each other.
+ADAPTERS = [2, 0, 1, 3, 1, 1, 1, 0, 0, *[3] * 17, *[2] * 2, 0, 0]
+
+
+def rows_of(adapters: list[int], tile_rows: int) -> AdapterRows:
+    return AdapterRows.view(torch.from_numpy(tile_words(np.array(adapters), tile_rows, 9)), len(adapters), tile_rows)
 
 
 def stack_of(part_sizes: tuple[int, ...], size: int, rank: int) -> AdapterStack:
@@ -24,32 +38,63 @@ def stack_of(part_sizes: tuple[int, ...], size: int, rank: int) -> AdapterStack:
     return AdapterStack(a, b, ranks, part_sizes)
 
 
+@pytest.mark.parametrize("tile_rows", [FEW_TILE_ROWS, MANY_TILE_ROWS])
 @pytest.mark.parametrize("rank", [1, 8, 24])
-@pytest.mark.parametrize(
-    ("part_sizes", "size", "group"), [((40,), 600, 0), ((48, 16, 16), 64, 0), ((24, 24), 80, 0), ((136, 136), 48, 8)]
-)
-def test_rows_take_their_own_adapters(part_sizes: tuple[int, ...], size: int, rank: int, group: int) -> None:
+@pytest.mark.parametrize(("part_sizes", "size"), [((40,), 1400), ((48, 16, 16), 64), ((24, 24), 80)])
+def test_rows_take_their_own_adapters(part_sizes: tuple[int, ...], size: int, rank: int, tile_rows: int) -> None:
     torch.manual_seed(rank)
-    stack = stack_of(part_sizes, size, rank)
-    rows = AdapterRows(torch.tensor(TILES, dtype=torch.int32), 16)
+    stack, rows = stack_of(part_sizes, size, rank), rows_of(ADAPTERS, tile_rows)
     wide = torch.randn(30, size + 3)
     x, out = wide[:, :size], torch.randn(30, sum(part_sizes))
-    expected = out.clone()
-    add_adapters_eager(expected, x, stack, rows, group)
-    add_adapters_triton(out, x, stack.a, stack.b, stack.ranks, part_sizes, rows.tiles, rows.tile_rows, group)
+    before, expected = out.clone(), out.clone()
+    expand_eager(expected, shrink_eager(x, stack, rows), stack, rows)
+    expand_triton(out, shrink_triton(x, stack, rows), stack, rows)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
-    untouched = [1, 7, 8, 28, 29]
     assert not out.isnan().any()
-    assert torch.equal(out[untouched], expected[untouched])
+    untouched = [row for row, adapter in enumerate(ADAPTERS) if not adapter]
+    assert torch.equal(out[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("group", [0, 8])
+@pytest.mark.parametrize("rank", [8, 24])
+def test_silu_takes_adapters_in(rank: int, group: int) -> None:
+    torch.manual_seed(rank)
+    stack, rows = stack_of((136, 136), 48, rank), rows_of(ADAPTERS, FEW_TILE_ROWS)
+    x, gate_up = torch.randn(30, 48), torch.randn(30, 272)
+    expected = expand_silu_mul_eager(gate_up, shrink_eager(x, stack, rows), stack, rows, group)
+    made = expand_silu_mul_triton(gate_up, shrink_triton(x, stack, rows), stack, rows, group)
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_rows_sums_do_not_depend_on_the_rows_beside_it() -> None:
+    torch.manual_seed(3)
+    stack, x = stack_of((40,), 1400, 8), torch.randn(30, 1400)
+    together, alone = torch.zeros(30, 40), torch.zeros(1, 40)
+    rows, row = rows_of(ADAPTERS, FEW_TILE_ROWS), rows_of([ADAPTERS[5]], FEW_TILE_ROWS)
+    expand_triton(together, shrink_triton(x, stack, rows), stack, rows)
+    expand_triton(alone, shrink_triton(x[5:6], stack, row), stack, row)
+    assert torch.equal(together[5], alone[0])
 
 
 def test_the_eager_twin_is_the_formula() -> None:
     torch.manual_seed(1)
     stack = stack_of((32, 16), 64, 4)
-    rows = AdapterRows(torch.tensor([[1, 2, 1]], dtype=torch.int32), 16)
+    rows = rows_of([0, 1, 1, 0], FEW_TILE_ROWS)
     x, out = torch.randn(4, 64), torch.zeros(4, 48)
-    add_adapters_eager(out, x, stack, rows)
+    expand_eager(out, shrink_eager(x, stack, rows), stack, rows)
     for part, columns in enumerate((slice(0, 32), slice(32, 48))):
         a, b = stack.a[0, 16 * part : 16 * part + 4], stack.b[0, columns, :4]
         torch.testing.assert_close(out[1:3, columns], x[1:3] @ a.t() @ b.t(), rtol=1e-4, atol=1e-4)
     assert not out[[0, 3]].any()
+
+
+def test_the_eager_silu_is_that_of_the_sum() -> None:
+    torch.manual_seed(2)
+    stack, rows = stack_of((32, 32), 64, 4), rows_of([0, 2, 1, 2], FEW_TILE_ROWS)
+    x, gate_up = torch.randn(4, 64), torch.randn(4, 64)
+    low, whole = shrink_eager(x, stack, rows), gate_up.clone()
+    expand_eager(whole, low, stack, rows)
+    expected = torch.nn.functional.silu(whole[:, :32]) * whole[:, 32:]
+    torch.testing.assert_close(expand_silu_mul_eager(gate_up, low, stack, rows, 0), expected)
+    by_turns = group_gate_up(gate_up.t()).t().contiguous()
+    torch.testing.assert_close(expand_silu_mul_eager(by_turns, low, stack, rows, 8), expected)
