@@ -22,6 +22,7 @@ from tandem.deploy.options import (
     FIRST,
     KERNELS_OPTIONS,
     NODE_OPTIONS,
+    PLAN_OPTIONS,
     PROFILE_OPTIONS,
     ROUTER_OPTIONS,
     SERVE_OPTIONS,
@@ -97,6 +98,8 @@ def _add_tools(commands: Commands) -> None:
     options, first = {**BENCH_OPTIONS, **TRACE_OPTIONS}, {*BENCH_OPTIONS, "trace", "simulate", "config"}
     bench = _add(commands, "bench", run_bench, "measure a running server", options, first)
     add_foreign_flags(bench, BENCH_WITHOUT_COUNTERPART)
+    text = "say how many nodes a measured load needs for given targets, from a simulation"
+    _add(commands, "plan", run_plan, text, PLAN_OPTIONS)
     _add(commands, "explain", run_explain, "say what each node would cost for a prompt now, and why", EXPLAIN_OPTIONS)
     text = "measure the scales of fp8 KV on prompts, for --kv-scales"
     _add(commands, "calibrate", run_calibrate, text, CALIBRATE_OPTIONS)
@@ -226,6 +229,15 @@ def run_bench(arguments: argparse.Namespace) -> int:
         raise ConfigError("--simulate replays a --trace; name one")
     else:
         from tandem.deploy.bench.load import run
+    return run(arguments)
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    from tandem.deploy.bench.plan import run
+
+    arguments = filled(PLAN_OPTIONS, arguments)
+    if not arguments.trace:
+        raise ConfigError("--trace names the load to plan for: a trace, or a router's request log (docs/planning.md)")
     return run(arguments)
 
 

@@ -27,6 +27,7 @@ from tandem.deploy.command_line.tool_options import (
     CompleteOptions,
     ExplainOptions,
     KernelsOptions,
+    PlanOptions,
     ProfileOptions,
     StatusOptions,
     TraceOptions,
@@ -96,13 +97,14 @@ BENCH_OPTIONS, TRACE_OPTIONS = options_of(BenchOptions), options_of(TraceOptions
 EXPLAIN_OPTIONS = options_of(ExplainOptions, positional="prompt")
 KERNELS_OPTIONS, STATUS_OPTIONS = options_of(KernelsOptions), options_of(StatusOptions, positional="url")
 CALIBRATE_OPTIONS = options_of(CalibrateOptions, positional="model")
+PLAN_OPTIONS = options_of(PlanOptions)
 PROFILE_OPTIONS = options_of(ProfileOptions, positional="url")
 CHAT_OPTIONS = options_of(ChatOptions, positional="message")
 COMPLETE_OPTIONS = options_of(CompleteOptions, positional="prompt")
 _SERVERS = (SERVE_OPTIONS, NODE_OPTIONS, ROUTER_OPTIONS)
 _TOOLS = (
     BENCH_OPTIONS, TRACE_OPTIONS, EXPLAIN_OPTIONS, CALIBRATE_OPTIONS, PROFILE_OPTIONS, KERNELS_OPTIONS, CHAT_OPTIONS,
-    COMPLETE_OPTIONS, STATUS_OPTIONS,
+    COMPLETE_OPTIONS, STATUS_OPTIONS, PLAN_OPTIONS,
 )  # fmt: skip
 KNOWN_NAMES = frozenset({"config"}.union(*_SERVERS, *_TOOLS))
 

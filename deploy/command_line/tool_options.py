@@ -130,6 +130,25 @@ class ProfileOptions:
 
 
 @dataclass(frozen=True)
+class PlanOptions:
+    """Options of `tandem plan`."""
+
+    trace: Annotated[str, "the load: a trace, or a router's request log as JSON (docs/planning.md)"] = ""
+    ttft_target_ms: Annotated[float, Meta(gt=0, le=1e7), "within which a request's first token is to come"] = 2000.0
+    tpot_target_ms: Annotated[float, Meta(gt=0, le=1e7), "that each token after it may take on average"] = 50.0
+    good_percent: Annotated[float, Meta(gt=0, le=100), "of requests that are to keep both"] = 90.0
+    margin_percent: Annotated[float, Meta(ge=0, le=100), "asked of the simulation beyond that, since it flatters"] = 5.0
+    gpus_max: Annotated[Positive, "no plan with more GPUs"] = 16
+    gpus_per_node: Annotated[Positive, "GPUs of each node (--tensor-parallel-size)"] = 1
+    speed: Annotated[float, Meta(gt=0, le=1e9), "plan for so many times the load"] = 1.0
+    prompt_rate: Annotated[float, Meta(ge=0, le=1e9), "prompt tokens a second of a node; 0: an 8B model's, H200"] = 0.0
+    step_ms: Annotated[float, Meta(ge=0, le=1e5), "of a decode step of one sequence; 0: an 8B model's, H200"] = 0.0
+    gpu_tokens: Annotated[Positive, "KV of a node's GPU"] = 880_000
+    host_tokens: Annotated[Count, "KV of a node's host tier"] = 880_000
+    json: Annotated[bool, "print all that was tried as JSON instead of a table"] = False
+
+
+@dataclass(frozen=True)
 class StatusOptions:
     """Options of `tandem status`."""
 
