@@ -36,9 +36,11 @@ from tandem.engine.scheduling.step import SampleRow, ScheduledRow, SchedulerOutp
 from tandem.engine.structured.guides import GuidedSamples, Guides
 from tandem.kernels.api.attention import bind_kv_cache, metadata_backend
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
+from tandem.kernels.api.selection import count_fallback, is_launch_failure
 from tandem.kernels.blocks.cache_ops import copy_blocks
 from tandem.kernels.blocks.quantization import overflow_counter
 from tandem.kernels.products import matmul
+from tandem.kernels.products.fused_ops import unfused
 from tandem.kernels.products.rotary_attention import WantedTokens
 
 logger = logging.getLogger(__name__)
@@ -186,6 +188,9 @@ class ModelRunner:
         except torch.OutOfMemoryError as error:
             self._on_out_of_memory(output.num_tokens, error)
             return False
+        except Exception as error:
+            self._fall("a CUDA graph", "launching kernel by kernel", error)
+            return False
         return True
 
     def _run_graph(
@@ -209,7 +214,7 @@ class ModelRunner:
         pieces = split_step(output, output.num_tokens)
         while True:
             try:
-                self._compute_pieces(pieces, output, step)
+                self._try_pieces(pieces, output, step)
                 break
             except EncodeError as error:
                 step.fail(str(error))
@@ -231,6 +236,25 @@ class ModelRunner:
         self.counters["steps_out_of_memory"] += 1
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _fall(self, failed: str, following: str, error: Exception) -> None:
+        """Counts a launch failure after which the step is computed in another way. Raises any other error, and all of
+        them in a group, where the other ranks would go on in the old way."""
+        if self.model.group is not None or not is_launch_failure(error):
+            raise error
+        count_fallback(failed, following, error)
+
+    def _try_pieces(self, pieces: Sequence[StepPiece], output: SchedulerOutput, step: LaunchedStep) -> None:
+        """Runs the step piece by piece; if a launch fails that no other backend could take over, once more without
+        fused operations, to the same effect."""
+        try:
+            self._compute_pieces(pieces, output, step)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._fall("a fused operation", "torch", error)
+            with unfused():
+                self._compute_pieces(pieces, output, step)
 
     def _compute_pieces(self, pieces: Sequence[StepPiece], output: SchedulerOutput, step: LaunchedStep) -> None:
         """Runs the step piece by piece. The connector's hooks see it as a whole: they are called beside its layers when

@@ -153,12 +153,13 @@ def run_with_fallback(
 
 
 def count_fallback(failed: str, following: str, error: BaseException) -> None:
+    """Counts and logs that `following` does what `failed` was to do: backends, or whole ways to compute a step."""
     _fallbacks[failed, following] += 1
-    logger.warning("attention backend %s failed (%s); %s serves this step", failed, error, following)
+    logger.warning("%s failed (%s); %s serves this step", failed, error, following)
 
 
 def fallback_counts() -> dict[tuple[str, str], int]:
-    """(failed backend, backend that took over) -> times, since the process started; for /metrics."""
+    """(what failed, what took over) -> times, since the process started; for /metrics."""
     return dict(_fallbacks)
 
 

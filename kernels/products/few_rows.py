@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from tandem.kernels.products import product_trials
-from tandem.kernels.products.fused_ops import silu_mul
+from tandem.kernels.products.fused_ops import is_fused, silu_mul
 from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, RowsPlan
 from tandem.kernels.triton_kernels.gluon_support import why_no_gluon
 
@@ -43,7 +43,7 @@ def pays(num_rows: int, products: tuple[tuple[int, int], ...]) -> bool:
 
 def serves(x_RE: torch.Tensor, products: tuple[tuple[int, int], ...]) -> bool:
     """Whether a step of rows like these takes this way."""
-    if not x_RE.is_cuda or x_RE.dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(x_RE.device):
+    if not is_fused(x_RE) or x_RE.dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(x_RE.device):
         return False
     return pays(x_RE.shape[0], products) and _are_right(x_RE.shape[0], products, x_RE.dtype, x_RE.device)
 

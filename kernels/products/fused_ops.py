@@ -7,6 +7,9 @@ P positions, R rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -20,9 +23,27 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+_is_unfused = ContextVar("unfused", default=False)  # each thread has its own
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Within its `with` block this thread takes no fused operation and no product of ours: torch computes the same."""
+    token = _is_unfused.set(True)
+    try:
+        yield
+    finally:
+        _is_unfused.reset(token)
+
+
+def may_fuse() -> bool:
+    """Whether this thread is outside of `unfused`."""
+    return not _is_unfused.get()
+
+
 def is_fused(tensor: torch.Tensor) -> bool:
     """Whether the kernels serve tensors like this one. torch.compile traces the twins, and fuses them itself."""
-    return tensor.is_cuda and not torch.compiler.is_compiling() and _has_triton()
+    return tensor.is_cuda and not torch.compiler.is_compiling() and _has_triton() and may_fuse()
 
 
 # --- norms ------------------------------------------------------------------------------------------------------

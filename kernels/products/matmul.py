@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from tandem.kernels.products import few_rows, product_trials
-from tandem.kernels.products.fused_ops import silu_mul
+from tandem.kernels.products.fused_ops import is_fused, silu_mul
 from tandem.kernels.products.matmul_plans import (
     GATE_UP_GROUP,
     LONGEST_TUNED,
@@ -120,7 +120,7 @@ def _cached_plan(rows: int, outputs: int, inputs: int, device: torch.device) -> 
 
 
 def _plan(x_MK: torch.Tensor, weight_NK: torch.Tensor, *, silu: bool) -> Plan | None:
-    if not x_MK.is_cuda or torch.compiler.is_compiling() or x_MK.dim() != 2 or x_MK.shape[0] > LONGEST_TUNED:
+    if not is_fused(x_MK) or x_MK.dim() != 2 or x_MK.shape[0] > LONGEST_TUNED:
         return None
     if x_MK.dtype not in (torch.bfloat16, torch.float16) or weight_NK.dtype != x_MK.dtype:
         return None

@@ -77,7 +77,10 @@ _COUNTERS = {
     "step_tokens": ("step_tokens", "Tokens of all steps"),
     "batch_fill": ("step_fill", "How full steps were, summed: divided by steps, 0 to 1"),
     "steps_out_of_memory": ("steps_out_of_memory", "Steps computed in pieces, since the device had no memory left"),
-    "attention_fallbacks": ("attention_fallbacks", "Launches that failed and went to the next backend"),
+    "attention_fallbacks": (
+        "attention_fallbacks",
+        "Launches that failed: the next backend, or torch, computed the step",
+    ),
     "kernels_compiled_late": ("kernels_compiled_late", "Kernels compiled after the start"),
     "kv_overflows": ("kv_overflows", "Values too large for the cache's format"),
     "kv_overflow_requests": ("kv_overflow_requests", "Attempts whose KV the cache's format could not hold"),

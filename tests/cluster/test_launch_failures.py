@@ -1,36 +1,45 @@
-"""A kernel that can't be launched while requests are served: the next backend computes the step, and nobody notices;
-after the last one the node's epoch ends. And what else the engine asks of the backend that it has chosen."""
+"""A kernel that can't be launched while requests are served: the next backend computes the step, a fused operation's
+parts do, or the kernels of a graph, and nobody notices; after the last way the node's epoch ends. And what else the
+engine asks of the backend that it has chosen."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from handmade_steps import RunsDirectly
 from router_in_thread import RouterInThread
 from waiting import wait_until
 
 from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.scheduling.step import ScheduledRow
 from tandem.kernels.api import selection
 from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedKV, PagedOps, Prefill
 from tandem.kernels.api.errors import BackendUnavailableError
 from tandem.kernels.api.metadata import AttentionMetadata, AttentionMetadataBuilder, RowBatch
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.native import NativeBackend, NativeImpl, NativeOps
+from tandem.kernels.products import fused_ops
+from tandem.kernels.triton_kernels.products import fused
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 fails_at: set[str] = set()  # operations that can't be launched
 
 
+def refuse_launch() -> None:
+    raise RuntimeError("CUDA error: too many resources requested for launch")
+
+
 def refuse(operation: str) -> None:
     if operation in fails_at:
-        raise RuntimeError("CUDA error: too many resources requested for launch")
+        refuse_launch()
 
 
 class FailingOps(NativeOps):
@@ -177,14 +186,82 @@ def test_steps_are_described_as_the_chosen_backend_says(put_first: PutFirst, rol
 
 
 @pytest.fixture
-def failing_once(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Lengths: the last backend can't launch attention of a token at such a place, once."""
-    armed: set[int] = set()
+def fails_when_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fused operations seem to run on CPU, by their twins. The names put here can't be launched, each once."""
+    armed: list[str] = []
+
+    def let_run(name: str, twin: Callable[..., torch.Tensor]) -> None:
+        def launch(*arguments: Any) -> torch.Tensor:
+            if name in armed:
+                armed.remove(name)
+                refuse_launch()
+            with fused_ops.unfused():
+                return twin(*arguments)
+
+        monkeypatch.setattr(fused, f"{name}_triton", launch)
+
+    def norm(x: torch.Tensor, residual: torch.Tensor | None, *rest: Any) -> torch.Tensor:
+        return fused_ops.rms_norm(x, *rest) if residual is None else fused_ops.add_rms_norm(x, residual, *rest)
+
+    for name, twin in (("rms_norm", norm), ("silu_mul", fused_ops.silu_mul), ("argmax", fused_ops.argmax_tokens)):
+        let_run(name, twin)
+    monkeypatch.setattr(fused_ops, "is_fused", lambda tensor: fused_ops.may_fuse())
+    return armed
+
+
+@pytest.mark.parametrize("roles", [("unified",), ("decode", "prefill")], ids=["one node", "split"])
+def test_a_step_whose_fused_operations_fail_is_computed_without_them(
+    fails_when_fused: list[str], roles: tuple[str, ...]
+) -> None:
+    folder = tiny_model("llama")
+    nodes = [Node(node_options(role, folder, num_blocks=64)) for role in roles]
+    prefill = nodes[1].info if len(nodes) > 1 else None
+    with client_of(nodes) as client:
+        for length, failing in ((40, ()), (41, ("rms_norm",)), (42, ("silu_mul",)), (43, ("argmax",))):
+            before = selection.fallback_counts().get(("a fused operation", "torch"), 0)
+            fails_when_fused.extend(failing)
+            prompt = random_prompt(length, seed=length)
+            result = client.submit(f"r{length}", prompt, GREEDY, decode=nodes[0].info, prefill=prefill)
+            client.wait(result)
+            assert result.failed is None, result.failed
+            assert result.output() == reference_greedy(folder, prompt, 12).token_ids
+            assert not fails_when_fused, "a failure did not strike"
+            assert selection.fallback_counts().get(("a fused operation", "torch"), 0) == before + len(failing)
+
+
+class FailingGraphs(RunsDirectly):
+    """Every second replay can't be launched."""
+
+    def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
+        logits = super().run(rows)
+        if self.num_runs % 2:
+            refuse_launch()
+        return logits
+
+
+def test_a_graph_that_cannot_be_launched_is_run_kernel_by_kernel() -> None:
+    folder, prompt = tiny_model("llama"), random_prompt(40, seed=2)
+    node = Node(node_options("unified", folder, num_blocks=64))
+    runner = node.process.runner
+    runner._graphs = graphs = FailingGraphs(runner.model, runner.state, runner.max_graph_rows, runner.max_model_len)
+    with client_of([node]) as client:
+        result = client.submit("r", prompt, GREEDY, decode=node.info)
+        client.wait(result)
+        assert result.failed is None, result.failed
+        assert result.output() == reference_greedy(folder, prompt, 12).token_ids
+    assert graphs.num_runs >= 11
+    assert selection.fallback_counts()["a CUDA graph", "launching kernel by kernel"] >= graphs.num_runs // 2
+
+
+@pytest.fixture
+def failing_twice(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Length -> how often the last backend can't launch attention of a token at such a place."""
+    armed: dict[int, int] = {}
     decode = NativeOps.decode
 
     def failing(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec) -> torch.Tensor:
-        if rows.seq_lens_cpu[0] in armed:
-            armed.remove(rows.seq_lens_cpu[0])
+        if armed.get(rows.seq_lens_cpu[0]):
+            armed[rows.seq_lens_cpu[0]] -= 1
             raise RuntimeError(f"CUDA error: too many resources requested for launch {rows.seq_lens_cpu[0]}")
         return decode(query, kv, rows, spec)
 
@@ -194,7 +271,7 @@ def failing_once(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 @pytest.mark.parametrize("roles", [("unified",), ("decode", "prefill", "decode", "prefill")], ids=["one node", "split"])
 def test_after_the_last_backend_the_epoch_ends(
-    failing_once: set[int], caplog: pytest.LogCaptureFixture, roles: tuple[str, ...]
+    failing_twice: dict[int, int], caplog: pytest.LogCaptureFixture, roles: tuple[str, ...]
 ) -> None:
     """Who asked a lone node hears that it is lost; where there is another node, the request goes on there."""
     folder, prompt = tiny_model("llama"), random_prompt(40, seed=1)
@@ -207,9 +284,9 @@ def test_after_the_last_backend_the_epoch_ends(
     )  # of a prefill node, which computes its last layer's last token so; and on
     with RouterInThread(folder, addresses, max_attempts=1 if is_alone else 3, local_tail_tokens=0) as router:
         wait_until(lambda: len(router.client.get("/ready").json().get("nodes", ())) == len(roles), "all nodes")
-        failing_once.update(lengths)
+        failing_twice.update(dict.fromkeys(lengths, 2))  # the step, and the step without fused operations
         answer = router.client.post("/v1/completions", json=body)
-        assert not failing_once, "a failure did not strike"
+        assert not any(failing_twice.values()), "a failure did not strike"
         if is_alone:
             assert (answer.status_code, answer.json()["error"]["code"]) == (502, "node_failed"), answer.text
         else:

@@ -1,7 +1,8 @@
-"""Steps made by hand for a real runner on CPU, and a connector that keeps a diary."""
+"""Steps made by hand for a real runner on CPU, graphs that need no GPU, and a connector that keeps a diary."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
 from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.models.loader import load_model
+from tandem.engine.running.decode_graphs import DecodeGraphs
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput, StepMeta
 
@@ -19,6 +21,18 @@ NUM_BLOCKS = 24
 MAX_LEN = 128
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+
+
+class RunsDirectly(DecodeGraphs):
+    """The graphs' buffers and choices; a step is run instead of replayed."""
+
+    num_runs = 0
+
+    def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
+        self.num_runs += 1
+        size = self.size_for(rows)
+        self.batch.fill(rows, size)
+        return self.batch.forward(size)[: len(rows)]
 
 
 class RecordingConnector:

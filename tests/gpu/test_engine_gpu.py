@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ from tandem.engine.models.loader import load_model
 from tandem.engine.running.decode_graphs import DecodeGraphs
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.kernels.api import selection
+from tandem.kernels.triton_kernels.products import fused
 from tiny_models import random_prompt
 
 pytestmark = [
@@ -56,6 +59,33 @@ def test_greedy_against_fp32(way: str, dtype: str) -> None:
             check_against_reference(DEMO, prompt, results[length].output(), getattr(torch, dtype))
         if len(nodes) > 1:
             assert nodes[0].process.logic.handoffs.sink.counters.commits == len(LENGTHS)
+
+
+@pytest.mark.parametrize("what", ["a CUDA graph", "a fused operation"])
+def test_a_launch_failure_while_serving(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Of graphs every fourth replay can't be launched; of norms every fourth, without graphs."""
+    node = Node(node_options("unified", DEMO, device="cuda", num_blocks=256, cuda_graphs=what == "a CUDA graph"))
+    owner, name = (DecodeGraphs, "run") if what == "a CUDA graph" else (fused, "rms_norm_triton")
+    work, calls = getattr(owner, name), itertools.count()
+
+    def launch(*arguments: object) -> object:
+        if next(calls) % 4 == 3:
+            raise RuntimeError("CUDA error: too many resources requested for launch")
+        return work(*arguments)
+
+    monkeypatch.setattr(owner, name, launch)
+    before = sum(selection.fallback_counts().values())
+    prompt, sampling = (
+        random_prompt(64, seed=3, vocab_size=2048),
+        SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
+    )
+    with client_of([node]) as client:
+        result = client.submit("r", prompt, sampling, decode=node.info)
+        client.wait(result)
+        assert result.failed is None, result.failed
+        dtype = node.process.loaded.dtype
+        check_against_reference(DEMO, prompt, result.output(), dtype)
+    assert sum(selection.fallback_counts().values()) > before
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 13])

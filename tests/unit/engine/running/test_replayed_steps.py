@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 import pytest
 import torch
-from handmade_steps import BLOCK, MAX_LEN, RecordingConnector, make_runner, new_slot
+from handmade_steps import BLOCK, MAX_LEN, RecordingConnector, RunsDirectly, make_runner, new_slot
 
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.running import runner as running
-from tandem.engine.running.decode_graphs import MAX_CHUNK_READS, DecodeGraphs
+from tandem.engine.running.decode_graphs import MAX_CHUNK_READS
 from tandem.engine.scheduling.step import ForkSlot, SampleRow, ScheduledRow, SchedulerOutput, StepMeta
 from tandem.kernels.products.few_rows_scratch import MOST_ROWS
 from tandem.kv_connector.protocol.jobs import StepMoves
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
 SLOT_BLOCKS = {0: (7, 3, 11), 2: (5, 6, 2)}
-
-
-class RunsDirectly(DecodeGraphs):
-    """The graphs' buffers and choices; a step is run instead of replayed."""
-
-    num_runs = 0
-
-    def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
-        self.num_runs += 1
-        size = self.size_for(rows)
-        self.batch.fill(rows, size)
-        return self.batch.forward(size)[: len(rows)]
 
 
 def steps(prompts: dict[int, list[int]], sampling: SamplingParams) -> list[SchedulerOutput]:
