@@ -4,7 +4,8 @@
 
 The mirror holds `--entries` block hashes of `--nodes` nodes. Half of the prompts are cold; of the others one to eight
 nodes hold all, or a prefix of random length. Hashing and lookup alone are of whole prompts, with all their hashes, as
-nodes make them; a placement hashes what it needs. Beside each figure: its ratio to plain SHA-256 of the same bytes,
+nodes make them; a placement hashes what it needs. The elastic rule finds ten prompts on each
+node. Beside each figure: its ratio to plain SHA-256 of the same bytes,
 timed in the same run, so that figures of different machines compare. Target: 150 us median and 1 ms p99 for 8k tokens,
 with a million entries and 64 nodes, at most 100 bytes an entry.
 """
@@ -25,9 +26,11 @@ import numpy as np
 from tandem.engine.contracts.hashing import PromptHashes, hash_blocks
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.connection import Status
-from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.contracts.wire.parts import NodeInfo, Targets
+from tandem.engine.contracts.wire.work import NodeReport
 from tandem.kv_connector.directory.mirror import Mirror
 from tandem.kv_connector.directory.records import Batch, TierChange
+from tandem.router.placing.elastic_finder import find_elastic, told_of
 from tandem.router.placing.placement import PlacementRequest, find_placement
 from tandem.router.placing.policies import PlacementPolicy, make_policy
 from tandem.router.placing.view import NodeView
@@ -35,6 +38,7 @@ from tandem.router.placing.view import NodeView
 BLOCK = 64
 ROOT = bytes(16)
 BATCH_HASHES = 4096
+QUEUED = 10  # prompts that each node reports
 
 
 @dataclass
@@ -52,12 +56,24 @@ class Bed:
         self.nodes = [
             NodeView(
                 NodeInfo(node_id=owner[0], epoch=owner[1], role=role),  # type: ignore[arg-type]
-                Status(node_id=owner[0], epoch=owner[1], num_blocks=1 << 20, num_free_blocks=1 << 19, block_size=BLOCK),
+                Status(
+                    node_id=owner[0],
+                    epoch=owner[1],
+                    num_blocks=1 << 20,
+                    num_free_blocks=1 << 19,
+                    block_size=BLOCK,
+                    work=self._work(),
+                ),
             )
             for owner, role in zip(self.owners, roles, strict=True)
         ]
         self.prompts = [self._tokens() for _ in range(self.arguments.requests)]
         self.mirror = Mirror(max_entries=2 * self.arguments.entries)
+
+    def _work(self) -> NodeReport:
+        prompts = [(self.rng.uniform(-1.0, 2.0), self.rng.randrange(100, 20_000)) for _ in range(QUEUED)]
+        return NodeReport(2.3e-5, 2.3e-5, 3e-5, prompts=tuple(sorted(prompts)), num_streams=30, step_s=0.008,
+                          stream_s_per_token=3e-8, targets=Targets(2.0, 0.025))  # fmt: skip
 
     def _tokens(self) -> np.ndarray:
         seed = self.rng.getrandbits(32)
@@ -115,22 +131,29 @@ def main() -> None:
     hashes = [hash_blocks(tokens, BLOCK, ROOT) for tokens in bed.prompts]
     report("hash", timed(lambda tokens: hash_blocks(tokens, BLOCK, ROOT), bed.prompts), plain_s)
     report("lookup", timed(bed.mirror.longest_prefix, hashes), plain_s)
-    for name in ("prefix_aware", "least_loaded", "power_of_two", "round_robin"):
+    for name in ("elastic", "prefix_aware", "least_loaded", "power_of_two", "round_robin"):
         policy = make_policy(name, seed=1)  # type: ignore[arg-type]
         for what, prompts in (("held", bed.prompts[::4]), ("part", bed.prompts[2::4]), ("cold", bed.prompts[1::2])):
-            seconds = timed(lambda tokens, policy=policy: place(bed, policy, tokens), prompts)
+            of = policy if name != "elastic" else None
+            seconds = timed(lambda tokens, of=of: place(bed, of, tokens), prompts)
             report(f"all, {name}, {what}", seconds, plain_s)
 
 
-def place(bed: Bed, policy: PlacementPolicy, tokens: np.ndarray) -> None:
-    """As `Cluster` does it."""
+def place(bed: Bed, policy: PlacementPolicy | None, tokens: np.ndarray) -> None:
+    """As `Cluster` does it; by the elastic rule without a policy."""
     now = time.monotonic()
     found = bed.mirror.longest_prefix(PromptHashes(tokens, BLOCK, lambda salt: ROOT))
     cached = {owner: BLOCK * length for owner, length in found.items()}
-    placement = find_placement(PlacementRequest(len(tokens), 64), bed.nodes, cached, 256, policy, now)
+    request = PlacementRequest(len(tokens), 64)
+    if policy is None:
+        placement = find_elastic(request, bed.nodes, cached, now)
+    else:
+        placement = find_placement(request, bed.nodes, cached, 256, policy, now)
     assert placement is not None
-    for choice in placement.choices:
-        choice.node.note_placement(1, choice.num_computed_tokens, 1, now, choice.num_new_tokens)
+    for told, choice in zip(told_of(placement, request), placement.choices, strict=True):
+        choice.node.note_placement(1, told.num_tokens, 1, now, told.num_new_tokens)
+        if policy is None:  # else the queues would grow without end
+            choice.node.note_status(choice.node.status, now)
 
 
 def timed(step: Callable[..., object], items: list) -> list[float]:

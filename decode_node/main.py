@@ -10,9 +10,8 @@ from tandem.node.serving import ServingNode
 
 
 def make_logic(context: NodeContext) -> ServingNode:
-    """Makes the logic of a decode node or a unified node, which is a decode node to which routers give whole
-    requests."""
-    return context.make_node(DecodeNode, pushes_prompts=False)
+    """Makes the logic of a decode node or a unified node, which is a decode node that computes for others, too."""
+    return context.make_node(DecodeNode, pushes_prompts=context.options.role == "unified")
 
 
 def run_node(options: NodeOptions) -> int:

@@ -21,9 +21,12 @@ CHECK_S = 0.0015  # docs/measurements.md#the-gap-of-a-hand-off
 
 
 class DecodeNode(ServingNode):
-    """Takes requests in mode "decode" (expect the KV from `peer`) and "full" (compute everything here)."""
+    """Takes requests in mode "decode" (expect the KV from `peer`) and "full" (compute everything here); one of role
+    "unified" also those in mode "prefill" (hand the KV to `peer`)."""
 
-    modes = frozenset({"decode", "full"})
+    @property
+    def modes(self) -> frozenset[str]:
+        return frozenset({"decode", "full", "prefill"} if self.info.role == "unified" else {"decode", "full"})
 
     @cached_property
     def _ticket_loads(self) -> TicketLoads:

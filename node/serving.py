@@ -37,8 +37,6 @@ limited = RateLimited(logging.getLogger(__name__))
 class ServingNode:
     """The logic of a node that takes "full" requests; roles add to that. `info` is this node's own."""
 
-    modes: frozenset[str] = frozenset({"full"})
-
     def __init__(
         self,
         info: NodeInfo,
@@ -64,6 +62,11 @@ class ServingNode:
 
     # --- for the roles --------------------------------------------------------------------------------------
 
+    @property
+    def modes(self) -> frozenset[str]:
+        """The modes of requests that it takes, as in Submit."""
+        return frozenset({"full"})
+
     def start(self, entry: AcceptedRequest, now: float) -> None:
         """Begins an accepted entry. An implementation must call `book.accept` or `book.fail`."""
         if entry.submit.is_precise and self.precise is not None:
@@ -71,6 +74,11 @@ class ServingNode:
             self.precise.state.add(entry.request)
             self.book.accept(entry)
             return
+        if entry.submit.mode == "prefill":
+            peer = entry.submit.peer
+            assert peer is not None, "who computes for another is told for whom"
+            self.handoffs.source.expect(entry.request.key, peer, entry.request.num_prompt_tokens, entry.deadline)
+            self.handoffs.connect(peer)
         if entry.submit.prefix is not None:
             self.handoffs.puller.want(entry.request, entry.submit.prefix)
         self.scheduler.state.add(entry.request)
@@ -79,6 +87,8 @@ class ServingNode:
     def stop(self, entry: AcceptedRequest, now: float) -> None:
         """Ends whatever still works for an entry, which has ended in the book."""
         self._abort(entry)
+        if entry.submit.mode == "prefill":
+            self.handoffs.source.cancel(entry.request.key, now)
 
     def _abort(self, entry: AcceptedRequest, samples: tuple[int, ...] = ()) -> None:
         """Ends these samples (all when empty), in whichever engine they are."""

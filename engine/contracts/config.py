@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 Device = Literal["auto", "cpu", "cuda"]
-PlacementName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware"]
+PlacementName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "elastic"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "plain", "color", "json"]

@@ -36,6 +36,7 @@ class SinkLine:
         self._pool = ledger.pool
         self._lease_s = options.timeouts.grant_lease_s
         self._headroom = int(options.scheduler.growth_headroom * ledger.pool.num_blocks)
+        self._most_promised = ledger.pool.num_blocks // 2 if options.role == "unified" else math.inf
         self._queue: deque[SinkRecord] = deque()
         self._pulls: list[SinkRecord] = []  # those that have claimed
         self._short_since = math.inf  # when the first claim was first seen to lack blocks
@@ -80,6 +81,8 @@ class SinkLine:
                 continue
             self._ledger.pin(record)
             needed = record.num_blocks - len(record.hits)
+            if not self._may_promise(needed):
+                return
             if needed > self._pool.num_grantable - self._headroom and not self._make_room(record, needed):
                 return
             blocks = self._pool.allocate_grantable(needed)
@@ -88,6 +91,14 @@ class SinkLine:
             self._leave_line()
             self._grant(record, blocks)
         self._grant_pulls()
+
+    def _may_promise(self, needed: int) -> bool:
+        """Whether room is left beside what others may still write here. Nodes that compute for each other would else
+        each have promised all of its blocks and none for what they have to compute (docs/blocks.md)."""
+        if self._most_promised == math.inf:
+            return True
+        promised = sum(len(record.granted) for record in self._ledger.live.values())
+        return not promised or promised + needed <= self._most_promised
 
     def _leave_line(self) -> None:
         self._queue.popleft()

@@ -79,6 +79,9 @@ class SourceLedger:
         state = record.machine.state
         was_asked = state is S.IDLE and record.request is not None
         kind = Kind.PARKED if state in _PARKED else Kind.CLAIMED if state in _UNFINISHED or was_asked else None
+        self.book_as(record, kind)
+
+    def book_as(self, record: SourceRecord, kind: Kind | None) -> None:
         if kind is not (None if record.hold is None else record.hold.kind):
             self.pool.reservations.end(record.hold)
             add = self.pool.reservations.add

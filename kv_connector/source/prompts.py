@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tandem.engine.blocks.reservations import Kind
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.step import SchedulerOutput
 from tandem.kv_connector.protocol import outcomes
@@ -44,7 +45,10 @@ class PushedPrompts:
         state = record.machine.state
         if state is S.CLAIMING:
             assert record.hold is not None, "it has claimed"
-            return 0 if reservations.may_park(record.hold, self._max_parked) else None
+            if not reservations.may_park(record.hold, self._max_parked):
+                return None
+            self._ledger.book_as(record, Kind.PARKED)  # now: others of this step, which has not begun yet, count it
+            return 0
         return 0 if state in (S.PARKED, S.PUSHING) else None
 
     def is_granted(self, request: Request) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 
+import msgspec
+
 from tandem.engine.contracts.wire.connection import Status
 
 STUCK_S = 120.0  # longer than any turn takes, even with a step or a kernel that is compiled late; a guess
@@ -15,10 +17,16 @@ class LoopBoard:
 
     def __init__(self) -> None:
         self.status: Status | None = None
-        self._turned_at = math.inf
+        self._turned_at = self._shown_at = math.inf
 
     def show(self, status: Status) -> None:
-        self.status = status
+        self.status, self._shown_at = status, time.monotonic()
+
+    def answer(self, sequence: int) -> Status:
+        """The newest report as the answer to ping `sequence`."""
+        assert self.status is not None, "it was there when the other threads started"
+        age_s = max(0.0, time.monotonic() - self._shown_at)
+        return msgspec.structs.replace(self.status, sequence=sequence, age_s=age_s)
 
     def turn_begins(self) -> None:
         self._turned_at = time.monotonic()

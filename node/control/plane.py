@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import msgspec
 import zmq
 
 from tandem.engine.contracts.config import Timeouts
@@ -162,9 +161,7 @@ class ControlPlane:
             if isinstance(message, Ping):
                 if self._board.is_stuck():
                     return
-                status = self._board.status
-                assert status is not None, "it was there when this thread started"
-                self._reply(identity, msgspec.structs.replace(status, sequence=message.sequence))
+                self._reply(identity, self._board.answer(message.sequence))
             else:
                 self._deliver(Received(link.key, message))
 

@@ -28,6 +28,7 @@ from tandem.router.nodes.answers import NodeAnswers
 from tandem.router.nodes.discovery import NodeDiscovery
 from tandem.router.nodes.link import AboutAdapters, NodeLink, RequestMessage, Verb
 from tandem.router.nodes.node_socket import new_context
+from tandem.router.placing.elastic_finder import find_elastic, told_of
 from tandem.router.placing.placement import Placement, PlacementRequest, find_placement, offers
 from tandem.router.placing.policies import Choice, make_policy
 from tandem.router.placing.readiness import describe, difference, missing_roles, other_tokenizer
@@ -77,7 +78,7 @@ class Cluster:
         self._identity_key = b""
         self._serving: list[NodeView] | None = None  # None: to be found out
         self.adapters = ServedAdapters(options.lora, self._say, lambda: [*self._links_by_key])
-        self._policy = make_policy(options.placement, seed=hello.epoch)
+        self._policy, self._is_elastic = make_policy(options.placement, hello.epoch), options.placement == "elastic"
         self.identity: ModelIdentity | None = None
         self.facts: ModelFacts | None = None
         self.profiles: NodeAnswers[Profiled] = NodeAnswers()
@@ -235,29 +236,34 @@ class Cluster:
         self._hear_siblings(now)
         cached = self._cached_tokens(block_hashes)
         tail = self._options.local_tail_tokens
-        placement = find_placement(request, self.serving(), cached, tail, self._policy, now)
+        placement = find_elastic(request, self.serving(), cached, now) if self._is_elastic else None
+        if placement is None:
+            placement = find_placement(request, self.serving(), cached, tail, self._policy, now)
         if placement is not None:
-            for choice in placement.choices:
-                self._note(choice.node, choice.num_computed_tokens, request.num_samples, choice.num_new_tokens, now)
+            for told, choice in zip(told_of(placement, request), placement.choices, strict=True):
+                self._note(choice.node, told, now)
+                if self._siblings is not None:
+                    self._siblings.tell(told)
         return placement
 
-    def _note(self, view: NodeView, num_tokens: int, num_sequences: int, num_new_tokens: int, now: float) -> None:
-        """Counts a placement here, and tells the other router processes."""
+    def _note(self, view: NodeView, told: Told, now: float) -> None:
         ping_sequence = self._links_by_key[view.key].ping_sequence
-        view.note_placement(ping_sequence, num_tokens, num_sequences, now, num_new_tokens)
-        if self._siblings is not None:
-            self._siblings.tell(Told(view.tag, num_tokens, num_sequences, num_new_tokens))
+        view.note_placement(ping_sequence, told.num_tokens, told.num_sequences, now, told.num_new_tokens)
+        if view.outlook is not None:
+            view.outlook.note_placement(told.num_tokens, now + told.due_ms / 1e3, told.num_streams, now)
 
     def _hear_siblings(self, now: float) -> None:
         for told in self._siblings.news() if self._siblings is not None else ():
             view = self._views_by_tag.get(told.tag)
             if view is not None:
-                ping_sequence = self._links_by_key[view.key].ping_sequence
-                view.note_placement(ping_sequence, told.num_tokens, told.num_sequences, now, told.num_new_tokens)
+                self._note(view, told, now)
 
     def expect_sequence(self, view: NodeView, now: float) -> None:
         """Counts a running sequence that is about to come to this node."""
-        self._note(view, 0, 1, 0, now)
+        told = Told(view.tag, 0, 1, 0, 1, 0)
+        self._note(view, told, now)
+        if self._siblings is not None:
+            self._siblings.tell(told)
 
     def offers(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> list[Choice]:
         """What each node would cost now, cheapest first; nothing is placed."""

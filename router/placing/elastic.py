@@ -49,6 +49,8 @@ class Fleet:
     computing: Sequence[Outlook]
     decoding: Sequence[Outlook]
     roads: Roads
+    stays: frozenset[NodeKey] = frozenset()  # who computes only what he decodes
+    takes_none: frozenset[NodeKey] = frozenset()  # who decodes only what he computes
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -63,6 +65,11 @@ class Plan(msgspec.Struct, frozen=True):
     num_late: int  # who would not be but for this request, itself included
     share_s: float
     due_s: float  # until the first token is due
+
+    def explanation(self) -> str:
+        """ASCII for people."""
+        times = f"first_token={self.own_s * 1e3:.1f}ms due={self.due_s * 1e3:.0f}ms"
+        return f"cost={self.cost_s:.3f}s {times} late={self.num_late}"
 
 
 class _Price(NamedTuple):
@@ -93,7 +100,16 @@ class ElasticPlacement:
 
     def find(self, task: Task, fleet: Fleet, cached: Mapping[NodeKey, int], now: float) -> Plan | None:
         """The cheapest plan; None when no node may compute or none may decode. `cached`: leading tokens, by node."""
-        return _Search(task, fleet, cached, now, self.most_nodes).cheapest()
+        found = _Search(task, fleet, cached, now, self.most_nodes).plans()
+        return min(found, key=_by_cost, default=None)
+
+    def plans(self, task: Task, fleet: Fleet, cached: Mapping[NodeKey, int], now: float) -> list[Plan]:
+        """All plans that are looked at, the cheapest first."""
+        return sorted(_Search(task, fleet, cached, now, self.most_nodes).plans(), key=_by_cost)
+
+
+def _by_cost(plan: Plan) -> tuple[float, tuple[NodeKey, ...], NodeKey]:
+    return plan.cost_s, plan.computing, plan.decoding
 
 
 class _Search:
@@ -105,22 +121,20 @@ class _Search:
         self._without: dict[NodeKey, Forecast] = {}  # what becomes of nodes' prompts without this one
         self._streams: dict[NodeKey, tuple[float, int]] = {}  # what one more stream costs, where
 
-    def cheapest(self) -> Plan | None:
+    def plans(self) -> list[Plan]:
         task, fleet = self._task, self._fleet
-        if not fleet.computing or not fleet.decoding:
-            return None
         self._streams = {node.key: self._stream_cost(node) for node in fleet.decoding}
         computing = fleet.computing if task.moves else [node for node in fleet.computing if node.key in self._streams]
         near = self._shortlist(computing)
         self._without = {node.key: node.without(self._now) for node in near}
-        ranked = heapq.nsmallest(2, fleet.decoding, key=lambda node: (self._streams[node.key][0], node.key))
-        sinks = ranked if task.moves else []
+        takers = [node for node in fleet.decoding if task.moves and node.key not in fleet.takes_none]
+        sinks = heapq.nsmallest(2, takers, key=lambda node: (self._streams[node.key][0], node.key))
         holder = self._holder()
         leads = [self._lead(node, holder) for node in near]
         alone = {lead.node.key: self._price([lead]) for lead in leads}
         plans: list[Plan] = []
         for lead in leads:
-            plans += self._plans([lead], alone[lead.node.key], sinks)
+            plans += self._of_group([lead], alone[lead.node.key], sinks)
             numbers = [num for num in self._numbers(lead, len(leads)) if num > 1]
             if numbers:
                 others = sorted(
@@ -128,8 +142,8 @@ class _Search:
                 )
                 for num_nodes in numbers:
                     group = [lead, *others[: num_nodes - 1]]
-                    plans += self._plans(group, self._price(group), sinks)
-        return min(plans, key=lambda plan: (plan.cost_s, plan.computing, plan.decoding), default=None)
+                    plans += self._of_group(group, self._price(group), sinks)
+        return plans
 
     # --- who may ------------------------------------------------------------------------------------------------
 
@@ -162,12 +176,13 @@ class _Search:
 
     # --- what it costs ------------------------------------------------------------------------------------------
 
-    def _plans(self, group: Sequence[_Lead], price: _Price, sinks: Sequence[Outlook]) -> list[Plan]:
+    def _of_group(self, group: Sequence[_Lead], price: _Price, sinks: Sequence[Outlook]) -> list[Plan]:
         """Those of this group: to stay, if its first node may decode, and to hand over to the best of the others."""
         lead, num_tokens = group[0], self._task.num_prompt_tokens
         plans = []
         home = [lead.node] if lead.node.key in self._streams else []
-        for sink in home + [node for node in sinks if node is not lead.node][:1]:
+        away = [] if lead.node.key in self._fleet.stays else [node for node in sinks if node is not lead.node]
+        for sink in home + away[:1]:
             stream_s, num_slowed = self._streams[sink.key]
             moved = 0 if sink is lead.node else num_tokens - self._cached.get(sink.key, 0)
             twice_s = moved * DUPLICATE_COST * lead.node.least_s_per_token

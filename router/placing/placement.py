@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import msgspec
 
 from tandem.engine.contracts.keys import NodeKey
-from tandem.engine.contracts.wire.parts import PeerRef, PrefixHint
+from tandem.engine.contracts.wire.parts import NO_TARGETS, PeerRef, PrefixHint, Targets
+from tandem.router.placing.elastic import Plan
 from tandem.router.placing.policies import Choice, PlacementPolicy, Work, mean_new_tokens, price
 from tandem.router.placing.prefix_source import with_holder
 from tandem.router.placing.view import NodeView, affinity
@@ -45,6 +46,8 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     avoid: frozenset[NodeKey] = frozenset()  # nodes that failed this request; taken only when there is no other
     session: str = ""  # "": none
     is_precise: bool = False  # its KV needs 16 bits: one node does all, beside its pool if that is of fp8
+    targets: Targets = NO_TARGETS  # what it was promised by itself or its tenant
+    waited_s: float = 0.0  # until now
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -55,10 +58,12 @@ class Placement(msgspec.Struct, frozen=True):
     reason: str
     choices: tuple[Choice, ...] = ()  # one for each of the nodes above; last that of the node that computes the prompt
     prefix: PrefixHint | None = None  # for whoever computes the prompt
+    plan: Plan | None = None  # that it comes from, where the elastic rule placed
 
     def explanation(self) -> str:
         """One line of ASCII for people: what was chosen and what it was expected to cost."""
-        return "; ".join([self.reason, *(choice.explanation() for choice in self.choices)])
+        foreseen = [] if self.plan is None else [self.plan.explanation()]
+        return "; ".join([self.reason, *foreseen, *(choice.explanation() for choice in self.choices)])
 
 
 def find_placement(
@@ -80,11 +85,43 @@ def find_placement(
         placement = finder.place([node for node in nodes if node.key not in request.avoid])
     if placement is None:
         placement = finder.place(nodes)
-    if placement is None or not placement.choices[-1].num_fetched_tokens:
-        return placement
+    return None if placement is None else with_prefix(placement, nodes, cached, request)
+
+
+def with_prefix(
+    placement: Placement, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], request: PlacementRequest
+) -> Placement:
+    """The placement, with a peer for what its last choice would fetch."""
     *others, computing = placement.choices
+    if not computing.num_fetched_tokens:
+        return placement
     computing, prefix = with_holder(computing, nodes, cached, request.num_prompt_tokens)
     return msgspec.structs.replace(placement, choices=(*others, computing), prefix=prefix)
+
+
+def fitting(request: PlacementRequest, nodes: Sequence[NodeView]) -> tuple[list[NodeView], list[NodeView]]:
+    """Nodes that can hold the prompt and hand it over, and nodes that can hold all that the request may become. Those
+    that were silent lately are among them only where there is no other."""
+    prefills: list[NodeView] = []
+    decoders: list[NodeView] = []
+    silent: list[NodeView] = []
+    num_prompt, num_all = request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
+    for node in nodes:
+        if node.lost or node.draining:
+            continue
+        is_prefill = node.role == "prefill"
+        if node.most_tokens < (num_prompt + 1 if is_prefill else num_all):
+            continue
+        if request.is_precise and (is_prefill or node.most_precise_tokens < num_all):
+            continue
+        if node.silent:
+            silent.append(node)
+        else:
+            (prefills if is_prefill else decoders).append(node)
+    if silent and not (prefills and decoders):
+        prefills = prefills or [node for node in silent if node.role == "prefill"]
+        decoders = decoders or [node for node in silent if node.role != "prefill"]
+    return prefills, decoders
 
 
 def offers(
@@ -121,25 +158,7 @@ class _Finder:
 
     def place(self, nodes: Sequence[NodeView]) -> Placement | None:
         request = self.request
-        prefills: list[NodeView] = []
-        decoders: list[NodeView] = []
-        silent: list[NodeView] = []
-        num_prompt, num_all = request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
-        for node in nodes:
-            if node.lost or node.draining:
-                continue
-            is_prefill = node.role == "prefill"
-            if node.most_tokens < (num_prompt + 1 if is_prefill else num_all):
-                continue
-            if request.is_precise and (is_prefill or node.most_precise_tokens < num_all):
-                continue
-            if node.silent:
-                silent.append(node)
-            else:
-                (prefills if is_prefill else decoders).append(node)
-        if silent and not (prefills and decoders):
-            prefills = prefills or [node for node in silent if node.role == "prefill"]
-            decoders = decoders or [node for node in silent if node.role != "prefill"]
+        prefills, decoders = fitting(request, nodes)
         if request.max_tokens == 1 and request.num_samples == 1 and prefills and not request.prompt_logprobs:
             choice = self._choose("prompt", [*prefills, *(n for n in decoders if n.role == "unified")])
             return Placement(choice.node.ref, None, "the first token ends it", (choice,))

@@ -271,5 +271,6 @@ def make_policy(name: PlacementName, seed: int = 0) -> PlacementPolicy:
         "least_loaded": LeastLoaded,
         "power_of_two": lambda: PowerOfTwo(seed),
         "prefix_aware": PrefixAware,
+        "elastic": PrefixAware,  # where nodes don't report their work, and for sessions
     }
     return policies[name]()

@@ -17,12 +17,14 @@ _WORD_BYTES = 8
 
 
 class Told(NamedTuple):
-    """A placement on a node, as in `NodeView.note_placement`."""
+    """A placement on a node, as in `NodeView.note_placement` and `Outlook.note_placement`."""
 
     tag: int  # NodeView.tag of the node
     num_tokens: int
     num_sequences: int
     num_new_tokens: int
+    num_streams: int
+    due_ms: int  # until the first token
 
 
 _RECORD = len(Told._fields)

@@ -6,9 +6,10 @@ import math
 
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
+from tandem.router.placing.outlook import PREFILL_S_PER_TOKEN, Outlook
 
-# The rate of a node until it has measured its own.
-PREFILL_S_PER_TOKEN = 1 / 20_000  # a guess
+# From a placement until the node's step loop has it.
+ON_ITS_WAY_S = 0.01  # a guess
 # Moving a token's KV is cheaper than computing it, but not free: this share of computing it.
 TRANSFER_SHARE = 0.25  # a guess
 # Half-life of `num_new_tokens`.
@@ -39,6 +40,7 @@ class NodeView:
         "num_new_tokens",
         "num_sequences",
         "num_unseen",
+        "outlook",
         "prefill_s_per_token",
         "role",
         "seed",
@@ -62,6 +64,7 @@ class NodeView:
         self.seed = int.from_bytes(info.node_id.encode()[-64:], "big") * _ODD & _MASK
         self.idle_at = 0.0
         self.num_new_tokens = 0.0  # tokens that this router's placements brought into its cache in the last minutes
+        self.outlook: Outlook | None = None  # where the node reports its work
         self._status_at = now
         self.note_status(status, now)
 
@@ -106,6 +109,13 @@ class NodeView:
     def note_status(self, status: Status, now: float) -> None:
         """Takes a new Status. A node's step loop publishes its load a moment after its I/O thread took a message: what
         was placed after the ping is not in the answer; what was placed just before may be, or may even be done."""
+        told_at = now - status.age_s
+        if status.work is None:
+            self.outlook = None
+        elif self.outlook is None:
+            self.outlook = Outlook(self.key, status.work, told_at)
+        else:
+            self.outlook.note_report(status.work, told_at - ON_ITS_WAY_S, told_at)
         self.num_new_tokens *= 0.5 ** ((now - self._status_at) / NEW_TOKENS_MEMORY_S)
         self._status_at = now
         self.status = status

@@ -22,5 +22,7 @@ def find_nodes(cluster: Cluster, machine: RequestMachine, request_id: str, now: 
         avoid=frozenset(attempt.avoid),
         session=spec.session,
         is_precise=attempt.is_precise,
+        targets=spec.targets,
+        waited_s=0.0 if num_done else max(0.0, spec.deadline_s - (machine.deadline - now)),
     )
     return cluster.place(request, hashes if spec.use_prefix_cache else [], now)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from tandem.deploy.bench.simulated.elastic_router import ElasticRouter
 from tandem.deploy.bench.simulated.job import Job
@@ -26,7 +25,6 @@ from tandem.kv_connector.directory.records import Batch, DirectoryEvent, decode_
 HEARTBEAT_S = 0.5  # engine/contracts/config.py
 FLUSH_S = 0.01  # of the directory's publisher
 
-PolicyName = PlacementName | Literal["elastic"]
 Channel = Callable[[Sequence[Batch]], list[DirectoryEvent]]
 
 
@@ -38,9 +36,7 @@ def wire_channel(batches: Sequence[Batch]) -> list[DirectoryEvent]:
 class Simulation:
     """`run()` once; then `jobs` holds every request's times and hits, `nodes` the loads."""
 
-    def __init__(
-        self, shape: ClusterShape, policy: PlacementName | Literal["elastic"], channel: Channel = wire_channel
-    ) -> None:
+    def __init__(self, shape: ClusterShape, policy: PlacementName, channel: Channel = wire_channel) -> None:
         self._by_id: dict[str, SimulatedNode] = {}
         self._sources: dict[Job, SimulatedNode] = {}  # of prompts that decode elsewhere
         # When a node's step ends, or a prompt that was handed over is there.

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
-from tandem.deploy.bench.simulated.cluster import Channel, PolicyName, Simulation, wire_channel
+from tandem.deploy.bench.simulated.cluster import Channel, Simulation, wire_channel
 from tandem.deploy.bench.simulated.costs import CostModel
 from tandem.deploy.bench.simulated.shape import ClusterShape, read_counts
 from tandem.deploy.bench.trace import TraceRequest, faster, pooled_hit_rate, read_trace
@@ -55,9 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def read_policies(arguments: argparse.Namespace) -> list[PolicyName]:
+def read_policies(arguments: argparse.Namespace) -> list[PlacementName]:
     """Raises ConfigError for a name that there is not, and for one that goes by targets without any."""
-    known, names = [*get_args(PlacementName), "elastic"], arguments.policies.split(",")
+    known, names = get_args(PlacementName), arguments.policies.split(",")
     for name in names:
         if name not in known:
             raise ConfigError(f"--policies {name}: there are {', '.join(known)}")
@@ -67,7 +67,7 @@ def read_policies(arguments: argparse.Namespace) -> list[PolicyName]:
 
 
 def simulate(
-    shape: ClusterShape, policy: PolicyName, requests: Sequence[TraceRequest], targets: Targets, channel: Channel
+    shape: ClusterShape, policy: PlacementName, requests: Sequence[TraceRequest], targets: Targets, channel: Channel
 ) -> TraceReport:
     simulation = Simulation(shape, policy, channel)
     simulation.run(requests)
@@ -75,7 +75,7 @@ def simulate(
 
 
 def highest_speed(
-    shape: ClusterShape, policy: PolicyName, requests: Sequence[TraceRequest], targets: Targets, channel: Channel
+    shape: ClusterShape, policy: PlacementName, requests: Sequence[TraceRequest], targets: Targets, channel: Channel
 ) -> float:
     """The highest speed, found by doubling and bisection; 0 when even 1/64 of the trace's own speed is too much."""
 

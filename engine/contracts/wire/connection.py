@@ -5,6 +5,7 @@ from __future__ import annotations
 from tandem.engine.contracts.wire.parts import (
     Message,
     NodeInfo,
+    Seconds,
 )
 from tandem.engine.contracts.wire.work import NodeReport
 
@@ -60,3 +61,4 @@ class Status(Message, frozen=True, kw_only=True):
     fetch_s_per_token_from: dict[str, float] = {}  # by node_id, where it was measured
     counters: dict[str, float] = {}
     work: NodeReport | None = None  # of a node that orders prompts by deadlines
+    age_s: Seconds = 0.0  # since all this was so

@@ -6,13 +6,14 @@ import dataclasses
 
 import pytest
 
-from tandem.deploy.bench.simulated.cluster import PolicyName, Simulation
+from tandem.deploy.bench.simulated.cluster import Simulation
 from tandem.deploy.bench.simulated.costs import CostModel
 from tandem.deploy.bench.simulated.handoffs import Grants
 from tandem.deploy.bench.simulated.job import Job
 from tandem.deploy.bench.simulated.shape import ClusterShape, read_counts
 from tandem.deploy.bench.trace import TRACE_BLOCK, TraceRequest
 from tandem.deploy.bench.trace_report import summarize_jobs
+from tandem.engine.contracts.config import PlacementName
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.wire.parts import Targets
 
@@ -25,7 +26,7 @@ def request(at: float, blocks: range, output: int = 11) -> TraceRequest:
     return TraceRequest(at, TRACE_BLOCK * len(blocks), output, tuple(blocks))
 
 
-def run(shape: ClusterShape, *requests: TraceRequest, policy: PolicyName = "prefix_aware") -> Simulation:
+def run(shape: ClusterShape, *requests: TraceRequest, policy: PlacementName = "prefix_aware") -> Simulation:
     simulation = Simulation(shape, policy)
     simulation.run(requests)
     for node in simulation.nodes:

@@ -1,0 +1,140 @@
+"""Which nodes serve a request by the elastic rule: its `Plan` as a `Placement`. Pure; docs/elastic.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from tandem.engine.contracts.keys import NodeKey
+from tandem.engine.contracts.wire.parts import Targets
+from tandem.router.placing.elastic import ElasticPlacement, Fleet, Plan, Roads, Task
+from tandem.router.placing.outlook import Outlook
+from tandem.router.placing.placement import (
+    HANDOVER_S,
+    Placement,
+    PlacementRequest,
+    fitting,
+    mean_transfer_s,
+    with_prefix,
+)
+from tandem.router.placing.policies import Choice, Work, price
+from tandem.router.placing.siblings import Told
+from tandem.router.placing.view import TRANSFER_SHARE, NodeView
+
+# A prompt that is handed over between nodes that do all work is no larger than this share of either's pool, or each
+# might have promised the other what it needs itself.
+MOST_OF_POOL = 0.25  # docs/blocks.md: beside what is promised, half of it, and parked, a quarter
+WHY = "elastic"
+
+
+def find_elastic(
+    request: PlacementRequest, nodes: Sequence[NodeView], cached_tokens: Mapping[NodeKey, int], now: float
+) -> Placement | None:
+    """The cheapest plan as a placement. None: the rule can't say, since a node doesn't report its work, the request's
+    session has a home, or no node takes it."""
+    if request.session or any(node.outlook is None for node in nodes if node.usable):
+        return None
+    cached = {} if request.prompt_logprobs else cached_tokens
+    preferred = [node for node in nodes if node.key not in request.avoid]
+    for candidates in (preferred, nodes) if request.avoid else (nodes,):
+        plan = _cheapest(request, candidates, cached, now)
+        if plan is not None:
+            return with_prefix(_placement(plan, request, candidates, cached, now), candidates, cached, request)
+    return None
+
+
+def told_of(placement: Placement, request: PlacementRequest) -> list[Told]:
+    """What to count of a placement, choice by choice."""
+    found, plan = [], placement.plan
+    for choice in placement.choices:
+        num_tokens, node, due_s = choice.num_computed_tokens, choice.node, 0.0
+        if plan is not None and choice.kind != "tokens":
+            num_tokens, due_s = round(plan.share_s / node.prefill_s_per_token), plan.due_s
+        elif node.outlook is not None:
+            due_s = request.targets.or_else(node.outlook.report.targets).ttft_s
+        num_streams = 0 if choice.kind == "prompt" else request.num_samples
+        told = Told(node.tag, num_tokens, request.num_samples, choice.num_new_tokens, num_streams, round(due_s * 1e3))
+        found.append(told)
+    return found
+
+
+def plans(
+    request: PlacementRequest, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float
+) -> list[Plan]:
+    """The plans that the rule would choose from, cheapest first; none where it doesn't place."""
+    if any(node.outlook is None for node in nodes if node.usable):
+        return []
+    asked = _asked(request, nodes)
+    return [] if asked is None else ElasticPlacement(1).plans(*asked, cached, now)
+
+
+def _cheapest(
+    request: PlacementRequest, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float
+) -> Plan | None:
+    asked = _asked(request, nodes)
+    return None if asked is None else ElasticPlacement(1).find(*asked, cached, now)
+
+
+def _asked(request: PlacementRequest, nodes: Sequence[NodeView]) -> tuple[Task, Fleet] | None:
+    prefills, decoders = fitting(request, nodes)
+    ends_at_once = request.max_tokens == 1 and request.num_samples == 1 and not request.prompt_logprobs
+    moves = not (request.prompt_logprobs or request.is_precise or ends_at_once)
+    outlooks = [node.outlook for node in decoders if node.outlook is not None]
+    sources = [node for node in prefills if node.outlook is not None]
+    computing = [*outlooks, *(node.outlook for node in sources if node.outlook is not None)]
+    if not computing:
+        return None
+    fleet = Fleet(
+        computing,
+        computing if ends_at_once else outlooks,
+        _roads([*prefills, *decoders]),
+        stays=frozenset(node.key for node in decoders if node.role == "decode" or _is_large(request, node)),
+        takes_none=frozenset(node.key for node in decoders if node.role == "unified" and _is_large(request, node)),
+    )
+    return Task(request.num_prompt_tokens, *_promised(request, computing), moves), fleet
+
+
+def _is_large(request: PlacementRequest, node: NodeView) -> bool:
+    status = node.status
+    return bool(status.num_blocks) and request.num_prompt_tokens > MOST_OF_POOL * status.num_blocks * status.block_size
+
+
+def _promised(request: PlacementRequest, outlooks: Sequence[Outlook]) -> tuple[float, float]:
+    """Seconds until the first token, of which some have passed, and for each token after it."""
+    targets: Targets = request.targets
+    for outlook in outlooks:
+        targets = targets.or_else(outlook.report.targets)
+    return max(0.0, targets.ttft_s - request.waited_s), targets.tpot_s
+
+
+def _roads(nodes: Sequence[NodeView]) -> Roads:
+    """What moving takes, by what nodes have measured."""
+    mean_s = sum(node.prefill_s_per_token for node in nodes) / len(nodes)
+    fetches = [node.fetch_s_per_token for node in nodes if node.fetch_gain_s_per_token]
+    fetch_s = sum(fetches) / len(fetches) if fetches else 0.0
+    return Roads(HANDOVER_S, mean_transfer_s(nodes) or TRANSFER_SHARE * mean_s, fetch_s)
+
+
+def _placement(
+    plan: Plan, request: PlacementRequest, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float
+) -> Placement:
+    by_key = {node.key: node for node in nodes}
+    computing, decoding = by_key[plan.computing[0]], by_key[plan.decoding]
+    num_tokens, pulls = request.num_prompt_tokens, ", pulls" if plan.peer is not None else ""
+    if computing is decoding:
+        choice = price(computing, Work("all", num_tokens), cached, now, 0.0, WHY, len(nodes))
+        return Placement(computing.ref, None, f"elastic: stays{pulls}", (_pulling(choice, plan),), plan=plan)
+    prompt = price(computing, Work("prompt", num_tokens), cached, now, 0.0, WHY, len(nodes))
+    taken_over = Work("tokens", num_tokens, mean_transfer_s([computing]))
+    tokens = price(decoding, taken_over, cached, now, 0.0, WHY, len(nodes))
+    choices = (tokens, _pulling(prompt, plan))
+    return Placement(decoding.ref, computing.ref, f"elastic: hands over{pulls}", choices, plan=plan)
+
+
+def _pulling(choice: Choice, plan: Plan) -> Choice:
+    """The choice without what it would fetch, where the plan pulls nothing."""
+    if plan.peer is not None or not choice.num_fetched_tokens:
+        return choice
+    compute_s = choice.num_new_tokens * choice.node.prefill_s_per_token
+    return msgspec.structs.replace(choice, num_fetched_tokens=0, transfer_s=0.0, compute_s=compute_s)

@@ -1,0 +1,93 @@
+"""Nodes that do all work behind a router that places by the elastic rule."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from router_in_thread import RouterInThread
+from split_pair import GREEDY, Alone, changed
+from waiting import wait_until
+
+from in_process_cluster import FAST, Node, client_of, node_options
+from tiny_models import random_prompt, tiny_model
+
+LENGTH = 12
+CHAT = [random_prompt(length, seed=length) for length in (9, 20, 33, 47)]
+
+
+@contextmanager
+def running(*roles: str, **options: object) -> Iterator[list[Node]]:
+    promised = {"ttft_target_ms": 60_000, "tpot_target_ms": 60_000, **options}
+    nodes = [Node(node_options(role, tiny_model("llama"), transport="shm", **promised)) for role in roles]
+    try:
+        yield nodes
+    finally:
+        for node in reversed(nodes):
+            node.stop()
+
+
+def placed(router: RouterInThread, how: str) -> int:
+    found = re.search(
+        rf'^tandem_router_placements_total{{reason="elastic: {how}"}} (\S+)$',
+        router.client.get("/metrics").text,
+        re.MULTILINE,
+    )
+    return int(float(found[1])) if found else 0
+
+
+def test_two_nodes_compute_for_each_other_at_the_same_time(alone: Alone) -> None:
+    """Each has promised the other blocks of a pool that hardly holds what it computes itself: nobody waits forever."""
+    with running("unified", "unified", num_blocks=60) as nodes, client_of(nodes) as client:
+        prompts = [random_prompt(length, seed=length) for length in range(120, 200, 5)]
+        results = [
+            client.submit(f"r{index}", prompt, changed(GREEDY, max_tokens=LENGTH),
+                          decode=nodes[index % 2].info, prefill=nodes[1 - index % 2].info)
+            for index, prompt in enumerate(prompts)
+        ]  # fmt: skip
+        client.wait()
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.failed is None, result.failed
+            assert [result.output()] == alone.run(prompt, changed(GREEDY, max_tokens=LENGTH))
+        commits = [node.process.logic.handoffs.sink.counters.commits for node in nodes]
+        assert min(commits) == len(prompts) // 2
+
+
+def test_work_goes_the_other_way_when_the_mix_does(alone: Alone) -> None:
+    """Chat stays where it decodes. Long prompts queue there, so the other node computes some of them; and back."""
+    folder = tiny_model("llama")
+    with running("prefill", "unified") as nodes:
+        addresses = tuple(node.info.control_address for node in nodes)
+        with RouterInThread(folder, addresses, timeouts=FAST, placement="elastic") as router:
+            router.wait_ready()
+            cluster = router.worker.service.cluster
+            wait_until(lambda: len(cluster.serving()) == 2, "both nodes")
+            model = router.client.get("/v1/models").json()["data"][0]["id"]
+
+            def ask(prompts: list[list[int]]) -> None:
+                body = {"model": model, "prompt": prompts, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True,
+                        "return_token_ids": True}  # fmt: skip
+                answer = router.client.post("/v1/completions", json=body, timeout=120)
+                assert answer.status_code == 200, answer.text
+                for prompt, choice in zip(prompts, answer.json()["choices"], strict=True):
+                    assert [choice["token_ids"]] == alone.run(prompt, changed(GREEDY, max_tokens=LENGTH))
+
+            for prompt in CHAT:
+                ask([prompt])
+            stayed = placed(router, "stays")
+            assert (stayed, placed(router, "hands over")) == (len(CHAT), 0)
+            seeds = itertools.count()
+            wait_until(
+                lambda: (
+                    ask([random_prompt(700, seed=next(seeds)) for _ in range(8)]), placed(router, "hands over") > 0
+                )[1],
+                "somebody else to compute",
+            )  # fmt: skip
+            stayed = placed(router, "stays")
+            for prompt in CHAT:
+                ask([prompt])
+            assert placed(router, "stays") == stayed + len(CHAT)
+            shown = router.client.post("/explain", json={"model": model, "prompt": CHAT[0], "max_tokens": 5}).json()
+            assert shown["placement"] == "elastic"
