@@ -11,7 +11,8 @@ from typing import Any
 from tandem.deploy.bench.sse_client import HttpError, model_to_ask, post_json
 from tandem.engine.contracts.errors import ConfigError
 
-COLUMNS = (
+Columns = tuple[tuple[str, str, float], ...]
+COLUMNS: Columns = (
     ("node", "node_id", 1),
     ("role", "role", 1),
     ("cost ms", "cost_s", 1e3),
@@ -25,6 +26,15 @@ COLUMNS = (
     ("fetched", "num_fetched_tokens", 1),
     ("from", "fetched_from", 1),
 )
+PLAN_COLUMNS: Columns = (
+    ("computes", "computes", 1),
+    ("decodes", "decodes", 1),
+    ("pulls from", "pulls_from", 1),
+    ("cost ms", "cost_s", 1e3),
+    ("first token ms", "first_token_s", 1e3),
+    ("due ms", "due_s", 1e3),
+    ("late", "num_late", 1),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,7 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.url} does not answer as it should: {error}; check --url and --api-key") from None
     (prompt,) = answer["prompts"]
     print(f"{prompt['num_prompt_tokens']} prompt tokens, placement {answer['placement']}; costs as prefix_aware counts")
-    print(table([name for name, _, _ in COLUMNS], [_row(node) for node in prompt["nodes"]]))
+    print(table([name for name, _, _ in COLUMNS], [_row(node, COLUMNS) for node in prompt["nodes"]]))
+    if prompt["plans"]:
+        print("\nby who would be late, of which the first is taken:")
+        print(table([name for name, _, _ in PLAN_COLUMNS], [_row(plan, PLAN_COLUMNS) for plan in prompt["plans"]]))
     return 0
 
 
@@ -61,9 +74,9 @@ async def _ask(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
     return answer
 
 
-def _row(node: dict[str, Any]) -> list[str]:
+def _row(node: dict[str, Any], columns: Columns) -> list[str]:
     cells = []
-    for _, key, scale in COLUMNS:
+    for _, key, scale in columns:
         value = node[key]
         cells.append(value if isinstance(value, str) else f"{value * scale:.1f}" if scale != 1 else str(value))
     return cells

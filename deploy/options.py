@@ -52,10 +52,10 @@ _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT(_\d+_(TCP|UDP)(_
 
 # What the help of a command shows at first.
 FIRST = frozenset({
-    "model", "served_name", "dtype", "max_model_len", "prefill", "decode", "host", "port", "api_key", "chat_template",
-    "tool_call_parser", "reasoning_parser", "device", "tensor_parallel_size", "gpu_memory_utilization", "config",
-    "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "redis_url", "cluster_secret_file", "node_id", "nodes",
-    "log_level", "log_format",
+    "model", "served_name", "dtype", "max_model_len", "prefill", "decode", "elastic", "host", "port", "api_key",
+    "chat_template", "tool_call_parser", "reasoning_parser", "device", "tensor_parallel_size",
+    "gpu_memory_utilization", "config", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "redis_url",
+    "cluster_secret_file", "node_id", "nodes", "log_level", "log_format",
 })  # fmt: skip
 LIKELY_A_SLIP = 0.75  # a guess: MAX_NUM_SEQ is one, VERSION is none for `revision`
 
@@ -69,6 +69,11 @@ class ClusterOptions:
 
     prefill: Annotated[Count, "number of prefill nodes; with --decode: a local cluster instead of a single node"] = 0
     decode: Annotated[Count, "number of decode nodes; with --prefill: a local cluster instead of a single node"] = 0
+    elastic: Annotated[
+        Count,
+        "number of nodes that do all work and compute for each other where that helps, by --ttft-target-ms and "
+        "--tpot-target-ms: a local cluster (docs/elastic.md)",
+    ] = 0
     prefill_tensor_parallel_size: Annotated[Count, "GPUs of each prefill node; 0: as --tensor-parallel-size"] = 0
     decode_tensor_parallel_size: Annotated[Count, "GPUs of each decode node; 0: as --tensor-parallel-size"] = 0
     log_stats: Annotated[bool, "every 10 s say how many requests are under way, and at what rates"] = True

@@ -17,7 +17,9 @@ from tandem.engine.contracts.errors import ConfigError
 NODES, ROUTER = 0, 1  # stages
 # Not `python -m`, which would put the working directory on sys.path, where a folder may shadow a package.
 PROGRAM = "import sys; sys.path.remove(''); from tandem.deploy.cli import main; sys.exit(main())"
-_NOT_FOR_NODES = ("host", "port", "prefill", "decode", "prefill_tensor_parallel_size", "decode_tensor_parallel_size")
+_NOT_FOR_NODES = (
+    "host", "port", "prefill", "decode", "elastic", "prefill_tensor_parallel_size", "decode_tensor_parallel_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,17 @@ def plan_single_node(values: Mapping[str, Any]) -> list[ChildPlan]:
 
 
 def plan_cluster(values: Mapping[str, Any], redis_url: str) -> list[ChildPlan]:
-    """Prefill and decode nodes and a router that discovers them through Redis. It is given their addresses, too: when
-    started again while Redis does not answer, it would find nobody. Raises ConfigError."""
+    """Prefill and decode nodes, nodes that do all, and a router that discovers them through Redis. It is given their
+    addresses, too: when started again while Redis does not answer, it would find nobody. Raises ConfigError."""
     if values.get("transport") == "local":
         raise ConfigError(
             "--transport local moves KV inside one process, and these nodes are processes of their own: choose auto, "
             "or shm (CPU), cuda_ipc (GPU), nixl or tcp"
         )
-    roles = ["prefill"] * values["prefill"] + ["decode"] * values["decode"]
-    shared = {**values, "redis_url": redis_url}
+    kinds = (("prefill", "prefill"), ("decode", "decode"), ("elastic", "unified"))
+    roles = [role for option, role in kinds for _ in range(values.get(option, 0))]
+    placement = {"placement": "elastic"} if values.get("elastic") else {}
+    shared = {**placement, **values, "redis_url": redis_url}
     nodes = _plan_nodes(roles, shared)
     names = tuple(node.name for node in nodes)
     return [*nodes, _child("router", ROUTER, "router", ROUTER_OPTIONS, shared, connects_to=names)]

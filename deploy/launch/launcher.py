@@ -1,7 +1,7 @@
 """`tandem serve`: starts nodes and router as children, watches them, and brings them down together.
 
     single node      unified node -> router --node ADDRESS                      (no Redis)
-    local cluster    Redis, prefill nodes, decode nodes -> router --redis-url
+    local cluster    Redis, nodes -> router --redis-url
 
 One thread and one poll loop: the children's pipes and output, signals. What to do about them is decided in
 supervisor.py. Children die with this process (PR_SET_PDEATHSIG) and get its signals only from it.
@@ -47,24 +47,27 @@ _ACTIVE = re.compile(r"^tandem_router_active_prompts (\S+)$", re.MULTILINE)
 
 def serve(values: Mapping[str, Any]) -> int:
     """Serves until SIGTERM, SIGINT or SIGHUP has drained everything; returns the exit code. Raises ConfigError."""
-    num_prefill, num_decode = values.get("prefill", 0), values.get("decode", 0)
-    if (num_prefill > 0) != (num_decode > 0):
+    num_prefill, num_decode, num_all = (values.get(name, 0) for name in ("prefill", "decode", "elastic"))
+    if not num_all and (num_prefill > 0) != (num_decode > 0):
         raise ConfigError("--prefill and --decode go together: a local cluster needs at least one node of each")
+    is_cluster = num_prefill + num_decode + num_all > 0
     check_router(values)
     values = {**values, "log_format": chosen_format(values.get("log_format", "auto"), sys.stderr)}
     console = Console(log_format=values["log_format"])
     url = values.get("redis_url", "")
-    if url and num_prefill:
+    if url and is_cluster:
         check_redis(url)
     elif url:
         check_redis_url(url)
-        console.say("a single node needs no Redis: --redis-url is not used without --prefill and --decode")
+        console.say("a single node needs no Redis: --redis-url is for --prefill and --decode, or --elastic")
+    if num_all and not values.get("tpot_target_ms"):
+        console.say("--elastic goes by deadlines: until --tpot-target-ms is given, each request stays on one node")
     # Bound from here on and never listening: a taken port is found now, port 0 becomes one for good, and the system
     # gives it to nobody who asks for any, neither while weights are loaded nor while a router starts again.
     port = values.get("port", RouterOptions.port)
     with bind(values.get("host", RouterOptions.host), port, share_port=False) as reserved:
         values = {**values, "port": reserved.getsockname()[1]}
-        if not num_prefill:
+        if not is_cluster:
             return Launcher(plan_single_node(values), values).run()
         if url:
             return Launcher(plan_cluster(values, url), values).run()

@@ -66,6 +66,9 @@ ROWS = (
         Panel("Busy", "percentunit", [(_rate("tandem_node_busy_seconds_total", "node"), "{{node}}")],
               "Share of the time with a step launched"),
         Panel("Wait for a place", "s", _quantiles("vllm:request_queue_time_seconds")),
+        Panel("Nodes that lack or are spare", "short", [
+            (_rate("tandem_router_late_work_seconds_total"), "lack"), ("max(tandem_router_spare_nodes)", "spare")],
+            "Work a second by which somebody is late; time that what is promised leaves"),
         Panel("Why there", "reqps", [(_rate("tandem_router_placements_total", "reason"), "{{reason}}")], stacked=True),
     )),
     Row("KV cache", (

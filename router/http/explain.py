@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 
 from tandem.router.access.gate import Gate
 from tandem.router.http.http_io import read_body
+from tandem.router.placing.elastic import Plan
 from tandem.router.placing.placement import PlacementRequest
 from tandem.router.placing.policies import Choice
 from tandem.router.requests.generation import Generation
@@ -25,7 +26,8 @@ def placement_headers(generations: Sequence[Generation]) -> list[tuple[bytes, by
 
 
 def add_explain_route(app: FastAPI, service: CompletionService, gate: Gate, limit: int) -> None:
-    """Adds `POST /explain`, which takes a body of /v1/completions and answers what each node would cost now. Nothing is
+    """Adds `POST /explain`, which takes a body of /v1/completions and answers what each node would cost now, and what
+    the elastic rule would choose from. Nothing is
     placed or sent. `limit`: the most bytes of a body."""
 
     @app.post("/explain")
@@ -36,9 +38,23 @@ def add_explain_route(app: FastAPI, service: CompletionService, gate: Gate, limi
         for plan in plans:
             wanted = PlacementRequest(len(plan.token_ids), plan.sampling.max_tokens, body.num_generated)
             found = service.offers(wanted, plan)
-            prompts.append({"num_prompt_tokens": len(plan.token_ids), "nodes": [_shown(choice) for choice in found]})
+            elastic = [_shown_plan(each) for each in service.plans(wanted, plan)]
+            nodes = [_shown(choice) for choice in found]
+            prompts.append({"num_prompt_tokens": len(plan.token_ids), "nodes": nodes, "plans": elastic})
         answer = {"placement": service.options.placement, "prompts": prompts}
         return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _shown_plan(plan: Plan) -> dict[str, Any]:
+    return {
+        "computes": plan.computing[0].node_id,
+        "decodes": plan.decoding.node_id,
+        "pulls_from": "" if plan.peer is None else plan.peer.node_id,
+        "cost_s": round(plan.cost_s, 6),
+        "first_token_s": round(plan.own_s, 6),
+        "due_s": round(plan.due_s, 6),
+        "num_late": plan.num_late,
+    }
 
 
 def _shown(choice: Choice) -> dict[str, Any]:

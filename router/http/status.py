@@ -30,6 +30,8 @@ def add_status_route(app: FastAPI, service: CompletionService, gate: Gate) -> No
             "model": None if facts is None else facts.name,
             "task": None if facts is None else facts.task,
             "max_model_len": None if facts is None else facts.max_input_len,
+            # As /metrics has them: work that can't be in time, and what nodes have left beside what is promised.
+            "fleet": {name: round(value, 3) for name, value in cluster.need.figures().items()},
             "requests": {"active": service.num_active, "waiting_for_node": service.num_waiting},
             "unused": cluster.unused(),
             "nodes": [_shown(view) for view in sorted(cluster.views, key=lambda view: (view.role, view.info.node_id))],

@@ -33,6 +33,7 @@ SEEN_BY_ALL: dict[str, Mode] = {
     "nodes_other_model": "livemax",
     "directory_connected": "livemin",
     "directory_entries": "livemax",
+    "spare_nodes": "livemin",
 }
 FIGURES = {
     "nodes_known": "Nodes that the router has heard of",
@@ -42,6 +43,8 @@ FIGURES = {
     "nodes_other_model": "Connected nodes of another model than the one that is served; they are not used",
     "directory_connected": "1: it hears from Redis which node has what cached",
     "directory_entries": "Blocks that the router knows a holder of",
+    "spare_nodes": "Nodes' worth of time that what is promised leaves, over a minute (docs/elastic.md)",
+    "late_work_seconds": "Work for prompts by which somebody is late; so much more a second, so many nodes lack",
     "failed_handshakes": "Greetings that a node refused or that came to nothing",
     "undecodable_messages": "Messages of nodes that can't be read",
     "resent_messages": "Messages to nodes that were sent again",

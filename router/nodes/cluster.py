@@ -28,7 +28,9 @@ from tandem.router.nodes.answers import NodeAnswers
 from tandem.router.nodes.discovery import NodeDiscovery
 from tandem.router.nodes.link import AboutAdapters, NodeLink, RequestMessage, Verb
 from tandem.router.nodes.node_socket import new_context
-from tandem.router.placing.elastic_finder import find_elastic, told_of
+from tandem.router.placing.elastic import Plan
+from tandem.router.placing.elastic_finder import find_elastic, plans, told_of
+from tandem.router.placing.fleet_need import FleetNeed
 from tandem.router.placing.placement import Placement, PlacementRequest, find_placement, offers
 from tandem.router.placing.policies import Choice, make_policy
 from tandem.router.placing.readiness import describe, difference, missing_roles, other_tokenizer
@@ -79,6 +81,7 @@ class Cluster:
         self._serving: list[NodeView] | None = None  # None: to be found out
         self.adapters = ServedAdapters(options.lora, self._say, lambda: [*self._links_by_key])
         self._policy, self._is_elastic = make_policy(options.placement, hello.epoch), options.placement == "elastic"
+        self.need = FleetNeed()
         self.identity: ModelIdentity | None = None
         self.facts: ModelFacts | None = None
         self.profiles: NodeAnswers[Profiled] = NodeAnswers()
@@ -123,6 +126,7 @@ class Cluster:
         pause_s = max(0.0, now - self._last_tick - 2 * self._options.timeouts.heartbeat_s)
         self._last_tick = now
         self._hear_siblings(now)  # before the next pings: what they placed so far may be in the answers
+        self.need.look((view.outlook for view in self.serving() if view.usable), now)
         if self._left_out and len(self._links) < self._options.max_nodes:
             self.add(next(iter(self._left_out)))
         for address, link in list(self._links.items()):
@@ -219,6 +223,7 @@ class Cluster:
             "failed_handshakes": float(sum(link.num_failed_handshakes for link in links)),
             "undecodable_messages": float(sum(link.num_undecodable for link in links)),
             "resent_messages": float(sum(link.outbox.num_resent for link in links)),
+            **self.need.figures(),
         }
 
     # --- placing ----------------------------------------------------------------------------------------------
@@ -240,6 +245,7 @@ class Cluster:
         if placement is None:
             placement = find_placement(request, self.serving(), cached, tail, self._policy, now)
         if placement is not None:
+            self.need.placed(placement.plan)
             for told, choice in zip(told_of(placement, request), placement.choices, strict=True):
                 self._note(choice.node, told, now)
                 if self._siblings is not None:
@@ -268,6 +274,10 @@ class Cluster:
     def offers(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> list[Choice]:
         """What each node would cost now, cheapest first; nothing is placed."""
         return offers(request, self.serving(), self._cached_tokens(block_hashes), now)
+
+    def plans(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> list[Plan]:
+        """What the elastic rule chooses from now, cheapest first; none where it doesn't place."""
+        return plans(request, self.serving(), self._cached_tokens(block_hashes), now) if self._is_elastic else []
 
     def _cached_tokens(self, block_hashes: Sequence[bytes]) -> dict[NodeKey, int]:
         if self._directory is None or self.identity is None or not block_hashes:

@@ -19,6 +19,7 @@ from tandem.router.media.parts import expanded, named_parts
 from tandem.router.media.reader import MediaReader
 from tandem.router.metrics.router_metrics import RouterMetrics
 from tandem.router.nodes.cluster import Cluster
+from tandem.router.placing.elastic import Plan
 from tandem.router.placing.placement import PlacementRequest
 from tandem.router.placing.policies import Choice
 from tandem.router.requests.dispatcher import Dispatcher
@@ -229,6 +230,10 @@ class CompletionService:
     def offers(self, request: PlacementRequest, plan: PromptPlan) -> list[Choice]:
         """What each node would cost now, cheapest first; nothing is placed."""
         return self.cluster.offers(request, self.cluster.hash_prompt(plan.token_ids, plan.secrecy), self._clock())
+
+    def plans(self, request: PlacementRequest, plan: PromptPlan) -> list[Plan]:
+        """What the elastic rule would choose from now, cheapest first; nothing is placed."""
+        return self.cluster.plans(request, self.cluster.hash_prompt(plan.token_ids, plan.secrecy), self._clock())
 
     def abort(self, generations: Sequence[Generation], error: TandemError) -> None:
         """Ends what is still under way, on every node."""

@@ -90,4 +90,8 @@ def test_work_goes_the_other_way_when_the_mix_does(alone: Alone) -> None:
                 ask([prompt])
             assert placed(router, "stays") == stayed + len(CHAT)
             shown = router.client.post("/explain", json={"model": model, "prompt": CHAT[0], "max_tokens": 5}).json()
-            assert shown["placement"] == "elastic"
+            (plans,) = (prompt["plans"] for prompt in shown["prompts"])
+            assert plans[0]["computes"] == plans[0]["decodes"] == nodes[1].info.node_id
+            assert {plan["computes"] for plan in plans} == {node.info.node_id for node in nodes}
+            figures = router.client.get("/status").json()["fleet"]
+            assert (figures["late_work_seconds"], figures["spare_nodes"] > 0) == (0, True), "all are in time"

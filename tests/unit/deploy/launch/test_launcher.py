@@ -247,6 +247,16 @@ def test_cluster_plan_numbers_nodes_by_role_and_points_all_at_redis() -> None:
     assert plans[-1].connects_to == ("prefill-0", "prefill-1", "decode-0"), "the router needs no Redis to find them"
 
 
+def test_nodes_that_do_all_come_with_a_router_that_knows_it() -> None:
+    values = {"model": "m", "elastic": 2, "prefill": 1, "decode": 0, "device": "cpu"}
+    plans = plan_cluster(values, "redis://r/0")
+    assert [plan.name for plan in plans] == ["prefill-0", "unified-0", "unified-1", "router"]
+    assert "--placement=elastic" in plans[-1].arguments
+    assert (
+        "--placement=round_robin" in plan_cluster({**values, "placement": "round_robin"}, "redis://r/0")[-1].arguments
+    )
+
+
 def test_processes_are_not_given_a_transport_within_one() -> None:
     with pytest.raises(ConfigError, match=r"local moves KV inside one process.*choose auto"):
         plan_cluster({"model": "m", "prefill": 1, "decode": 1, "device": "cpu", "transport": "local"}, "redis://r/0")
