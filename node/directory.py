@@ -1,4 +1,4 @@
-"""A node's entry in the directory: its record, its load, and the publisher that keeps both and its blocks in Redis."""
+"""A node's entry in the directory: its record, and the publisher that keeps it and its blocks in Redis."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.wire.parts import NodeInfo
-from tandem.kv_connector.directory.records import NodeLoad, NodeRecord
-from tandem.node.control.board import LoopBoard
+from tandem.kv_connector.directory.records import NodeRecord
 
 if TYPE_CHECKING:
     from tandem.kv_connector.directory.publisher import RedisPublisher
@@ -16,20 +15,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def make_publisher(options: NodeOptions, info: NodeInfo, num_blocks: int, board: LoopBoard) -> RedisPublisher | None:
-    """Makes the publisher, whose thread reads `board`; None without a Redis."""
+def make_publisher(options: NodeOptions, info: NodeInfo, num_blocks: int) -> RedisPublisher | None:
+    """Makes the publisher; None without a Redis."""
     if not options.redis_url:
         if options.ready_fd < 0:  # nobody started it who would tell its router
             logger.info("there is no --redis-url: routers find this node by --node %s alone", info.control_address)
         return None
     from tandem.kv_connector.directory.publisher import RedisPublisher
 
-    def load() -> NodeLoad:
-        status = board.status
-        return NodeLoad() if status is None else NodeLoad.of(status)
-
     record = make_record(info, num_blocks, options.cache.block_size)
-    return RedisPublisher(options.redis_url, options.namespace, record, load=load)
+    return RedisPublisher(options.redis_url, options.namespace, record)
 
 
 def make_record(info: NodeInfo, num_blocks: int, block_size: int) -> NodeRecord:

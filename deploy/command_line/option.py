@@ -175,5 +175,8 @@ def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
     from 0 to 1."""
     import difflib
 
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
+    close = difflib.get_close_matches(name, list(known), n=5, cutoff=likeness)
+    close.sort(
+        key=lambda each: sorted(each) != sorted(name)
+    )  # the same letters in another order, if there is such a one
     return f"; did you mean {close[0]}?" if close else ""

@@ -10,10 +10,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import redis
 from redis.client import Pipeline
 
@@ -25,7 +24,6 @@ from tandem.kv_connector.directory.records import (
     Batch,
     KeySpace,
     NodeLeft,
-    NodeLoad,
     NodeRecord,
     NodeUp,
     encode,
@@ -57,8 +55,6 @@ class RedisPublisher:
     """Publishes a node's record and blocks. It starts its thread at once, and never raises into the node, whether Redis
     is there or not.
 
-    `load` is called by that thread at each heartbeat, so the record in Redis is never older than `heartbeat_s`; it must
-    be safe to call beside the step loop.
     """
 
     def __init__(
@@ -67,12 +63,10 @@ class RedisPublisher:
         namespace: str,
         record: NodeRecord,
         times: PublisherTimes | None = None,
-        load: Callable[[], NodeLoad] = NodeLoad,
     ) -> None:
         self._times = times or PublisherTimes()
         self._keys = KeySpace(namespace)
         self._record = record
-        self._load = load
         self._view = OwnView(record.owner)
         self._lock = threading.Lock()  # guards _view; held for in-memory work only
         self._wake = threading.Event()
@@ -163,9 +157,8 @@ class RedisPublisher:
             self._client().config_set("lazyfree-lazy-expire", "yes")
 
     def _heartbeat(self) -> None:
-        """Renews the lease with the node's present load, and finds out whether Redis lost, or never got, anything that
-        was published."""
-        record = self._record = msgspec.structs.replace(self._record, load=self._load())
+        """Renews the lease, and finds out whether Redis lost, or never got, anything that was published."""
+        record = self._record
         ttl_ms = int(self._times.lease_s * 1000)
         keys = self._keys
         with self._client().pipeline(transaction=True) as pipe:

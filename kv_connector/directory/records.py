@@ -18,32 +18,11 @@ import msgspec
 
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.keys import NodeKey
-from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.decoder import WireDecoder
 from tandem.engine.contracts.wire.parts import Role
 
 HASH_BYTES = 16
 TIERS = ("gpu", "cpu", "disk")
-
-
-class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy a node is, as its lease says it to who has no connection to the node."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_tokens: int = 0
-    num_free_blocks: int = 0
-    draining: bool = False
-
-    @staticmethod
-    def of(status: Status) -> NodeLoad:
-        return NodeLoad(
-            num_running=status.num_running,
-            num_waiting=status.num_waiting,
-            num_waiting_tokens=status.num_waiting_tokens,
-            num_free_blocks=status.num_free_blocks,
-            draining=status.draining,
-        )
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +36,6 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int = 0  # capacity of its pool
     block_size: int = 0
     identity_key: bytes = b""  # ModelIdentity.key()
-    load: NodeLoad = NodeLoad()
 
     @property
     def owner(self) -> NodeKey:

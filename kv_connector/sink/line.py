@@ -1,15 +1,18 @@
-"""Which claim is granted next: strictly in the order of claims, as blocks become free. Pure."""
+"""Which claim is granted next, as blocks become free: that of the request that matters most, of equals the first. Who
+has waited for AGED_AFTER_S goes before all others, as in the scheduler. Pure."""
 
 from __future__ import annotations
 
+import bisect
 import math
 import secrets
-from collections import deque
 from typing import TYPE_CHECKING
 
 from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.wire.handoff import KVClaim, KVGrant
+from tandem.engine.scheduling.prompt_order import AGED_AFTER_S
+from tandem.engine.scheduling.request import FIRST_OF_ALL
 from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.kind import HandoffKind
 from tandem.kv_connector.protocol.sink_table import SinkEvent
@@ -27,6 +30,10 @@ if TYPE_CHECKING:
 PATIENCE_S = 0.3  # a guess
 
 
+def _place_of(record: SinkRecord) -> tuple[int, int]:
+    return record.place
+
+
 class SinkLine:
     """A claim that does not fit holds the line. Pulls and running sequences come after all others, let each other pass
     and are refused when there is no room: whoever pulls can do without, and what runs elsewhere stays there."""
@@ -37,7 +44,8 @@ class SinkLine:
         self._lease_s = options.timeouts.grant_lease_s
         self._headroom = int(options.scheduler.growth_headroom * ledger.pool.num_blocks)
         self._most_promised = ledger.pool.num_blocks // 2 if options.role == "unified" else math.inf
-        self._queue: deque[SinkRecord] = deque()
+        self._queue: list[SinkRecord] = []  # by their places
+        self._num_claims = 0
         self._pulls: list[SinkRecord] = []  # those that have claimed
         self._short_since = math.inf  # when the first claim was first seen to lack blocks
 
@@ -64,9 +72,11 @@ class SinkLine:
 
     def settle(self, record: SinkRecord) -> None:
         """Queues a new claim, notes an end, grants what can be granted now. Must be called after every event."""
-        line = self._queue if record.kind is HandoffKind.PROMPT else self._pulls
-        if record.machine.state is S.QUEUED and record not in line:
-            line.append(record)
+        if record.machine.state is S.QUEUED:
+            if record.kind is not HandoffKind.PROMPT and record not in self._pulls:
+                self._pulls.append(record)
+            elif record.kind is HandoffKind.PROMPT and record not in self._queue:
+                self._join(record)
         if record.machine.state in ENDED and not record.closed_at:
             record.closed_at = self._ledger.now
         self.grant_in_order()
@@ -100,8 +110,28 @@ class SinkLine:
         promised = sum(len(record.granted) for record in self._ledger.live.values())
         return not promised or promised + needed <= self._most_promised
 
+    def age(self) -> None:
+        """Lets claims that have waited for too long go before all others, in the order of claims."""
+        before = self._ledger.now - AGED_AFTER_S
+        aged = [each for each in self._queue if each.queued_at <= before and each.place[0] != FIRST_OF_ALL]
+        for record in aged:
+            self._queue.remove(record)
+            self._take_place(record, FIRST_OF_ALL, record.place[1])
+
+    def _join(self, record: SinkRecord) -> None:
+        assert record.request is not None, "a claim waits for what was submitted"
+        self._num_claims += 1
+        record.queued_at = self._ledger.now
+        self._take_place(record, record.request.priority, self._num_claims)
+
+    def _take_place(self, record: SinkRecord, priority: int, number: int) -> None:
+        record.place = priority, number
+        bisect.insort(self._queue, record, key=_place_of)
+        if self._queue[0] is record:
+            self._short_since = math.inf
+
     def _leave_line(self) -> None:
-        self._queue.popleft()
+        self._queue.pop(0)
         self._short_since = math.inf
 
     def _grant_pulls(self) -> None:

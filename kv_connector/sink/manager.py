@@ -168,6 +168,7 @@ class SinkManager:
             elif now >= record.deadline:  # it was only asked for
                 self.ledger.forget(record)
         self.ledger.forget_old_tombstones()
+        self.line.age()
         self.line.grant_in_order()
 
     def _tick(self, record: SinkRecord) -> None:

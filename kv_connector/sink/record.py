@@ -35,6 +35,8 @@ class SinkRecord:
     num_blocks: int = 0
     num_claimed: int = 0  # tokens that the claim names
     most_blocks: int = 0  # how many blocks a pull asked for
+    queued_at: float = 0.0  # since when it waits in line, and its place there: (priority, number of the claim)
+    place: tuple[int, int] = (0, 0)
     hits: list[int] = field(default_factory=list)
     hold: Hold | None = None  # the reservation of the hits, while they belong to a ticket
     granted: list[int] = field(default_factory=list)

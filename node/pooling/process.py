@@ -96,7 +96,7 @@ class PoolingProcess:
             check_peer=_refuse,
             on_beat=self._launcher.beat,
         )
-        self._publisher = make_publisher(replace(options, role="unified"), self.info, 0, self._board)
+        self._publisher = make_publisher(replace(options, role="unified"), self.info, 0)
 
     def serve(self) -> int:
         """Serves in a process of its own: sets up signals, prints the ready line, then `run`s. Returns the exit

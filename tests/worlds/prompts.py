@@ -68,7 +68,7 @@ class PromptWorld(World):
         submit = Submit(
             request_id=f"r{r}", attempt=1, mode=mode, prompt_token_ids=np.zeros(num_tokens, "<i4").tobytes(),
             sampling=ALONE if mode == "full" else ONE_MORE, peer={"prefill": sink, "decode": source}.get(mode),
-            prefix=PrefixHint(source, num_tokens) if mode == "full" else None,
+            prefix=PrefixHint(source, num_tokens) if mode == "full" else None, priority=self.setting.priorities[r],
         )  # fmt: skip
         self.at(side, "hear", ROUTER, submit)
 

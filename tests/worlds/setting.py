@@ -52,6 +52,7 @@ class Setting(Bounds):
     source_blocks: int = 4
     max_parked: int = 4
     sink_blocks: int = 4
+    priorities: tuple[int, ...] = (0, 0)  # of requests; lower goes first
     submitted: bool = False  # start with every request known to both nodes
     names = ("p", "d")
 

@@ -92,6 +92,7 @@ def test_booleans_and_lists_from_every_source(tmp_path: Path) -> None:
     ("content", "complaint"),
     [
         ("blok_size: 3", "unknown key blok_size; did you mean block_size"),
+        ("prot: 3", "unknown key prot; did you mean port?"),
         ("block_size: many", "block_size is 'many': it must be a whole number"),
         ("block_size: 1.5", "block_size is 1.5"),
         ("block_size: true", "block_size is True"),

@@ -20,11 +20,9 @@ from tandem.kv_connector.directory.reader import RedisDirectory
 from tandem.kv_connector.directory.records import (
     Batch,
     KeySpace,
-    NodeLoad,
     NodeRecord,
     TierChange,
     decode_event,
-    decode_record,
     encode,
 )
 
@@ -133,25 +131,6 @@ async def test_close_takes_the_records_out(server: RedisProcess) -> None:
         publisher.publish(stored(1))
         await soon(lambda: server.client().dbsize() == 4)
     assert server.client().keys() == []
-
-
-async def test_each_heartbeat_renews_the_load(server: RedisProcess) -> None:
-    loads = [NodeLoad(num_running=1, num_free_blocks=9)]
-    publisher = RedisPublisher(server.url, "t", record(), TIMES, load=lambda: loads[-1])
-    try:
-        async with reading(server.url) as directory:
-            client, key = server.client(), KeySpace("t").node("decode-1")
-
-            def stored_load() -> NodeLoad | None:
-                packed = client.get(key)
-                return decode_record(packed).load if packed else None
-
-            await soon(lambda: stored_load() == loads[-1])
-            loads.append(NodeLoad(num_running=3, num_waiting=2, num_waiting_tokens=77, draining=True))
-            await soon(lambda: stored_load() == loads[-1])
-            await soon(lambda: [node.load for node in directory.records()] == loads[-1:])
-    finally:
-        publisher.close()
 
 
 async def test_everything_that_is_written_expires_with_its_node(server: RedisProcess) -> None:

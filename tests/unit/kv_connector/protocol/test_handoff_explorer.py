@@ -41,6 +41,13 @@ QUICK = [
     (Setting("one request, two faults, one-sided", **ALONE, max_faults=2), 50_000),
     (Setting("one request, one fault, receiver writes", **ALONE, max_faults=1, one_sided=False), 3_000),
     (Setting("full pools, one fault", **FULL_POOLS, max_faults=1, faults=POOL_FAULTS), 10_000),
+    (Setting("full pools, the second matters more", **FULL_POOLS, priorities=(1, 0), max_faults=0), 500),
+    (
+        Setting(
+            "large prompt that matters more beside a parked one", **LARGE_BESIDE_PARKED, priorities=(1, 0), max_faults=0
+        ),
+        500,
+    ),
     (Setting("large prompt beside a parked one", **LARGE_BESIDE_PARKED, max_faults=1, faults=POOL_FAULTS), 8_000),
     (Setting("pinned prefix in the way", **PINS, max_faults=0), 500),
     (Setting("a pull, two faults, one-sided", **A_PULL, max_faults=2), 5_000),
@@ -64,6 +71,10 @@ SLOW = [
     (Setting("two requests, one fault, one-sided", submitted=True, max_faults=1), 10_000),
     (Setting("two requests, one fault, receiver writes", submitted=True, max_faults=1, one_sided=False), 10_000),
     (Setting("pinned prefix in the way, one fault", **PINS, max_faults=1), 10_000),
+    (Setting("pinned prefix in the way of who matters less", **PINS, priorities=(1, 0), max_faults=1), 10_000),
+    (Setting("pinned prefix in the way of who matters more", **PINS, priorities=(0, -1), max_faults=1), 10_000),
+    (Setting("full pools, the second matters more, one fault", **FULL_POOLS, priorities=(1, 0), max_faults=1), 10_000),
+    (Setting("large one that matters more, one fault", **LARGE_BESIDE_PARKED, priorities=(1, 0), max_faults=1), 10_000),
     (
         Setting(
             "two requests, lost and found",

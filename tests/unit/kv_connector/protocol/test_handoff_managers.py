@@ -57,7 +57,8 @@ def last_claim_first(patch: pytest.MonkeyPatch) -> None:
     settle = SinkLine.settle
 
     def unfair(self, record):
-        self._queue.rotate(1)
+        if self._queue:
+            self._queue.insert(0, self._queue.pop())
         settle(self, record)
 
     patch.setattr(SinkLine, "settle", unfair)

@@ -18,6 +18,7 @@ from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import FirstToken, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Submit
+from tandem.engine.scheduling.prompt_order import AGED_AFTER_S
 from tandem.kv_connector.protocol.effects import Send
 from tandem.kv_connector.protocol.jobs import CloseGrant, OpenGrant, Verified, Verify
 from tandem.kv_connector.protocol.outcomes import Commit
@@ -35,7 +36,7 @@ def sink_of(pool: BlockPool, is_settled: Callable[[int], bool] = lambda grant_id
     return SinkManager(info, ClusterKeys(b"k" * 16, False), pool, options, is_settled)
 
 
-def expect(sink: SinkManager, name: str, num_tokens: int, hashes: list[bytes]) -> int:
+def expect(sink: SinkManager, name: str, num_tokens: int, hashes: list[bytes], priority: int = 0) -> int:
     prompt = np.zeros(num_tokens, np.int32)
     submit = Submit(
         request_id=name,
@@ -44,8 +45,9 @@ def expect(sink: SinkManager, name: str, num_tokens: int, hashes: list[bytes]) -
         prompt_token_ids=prompt.tobytes(),
         sampling=SamplingParams(),
         peer=PeerRef("p", 7, ""),
+        priority=priority,
     )
-    return sink.expect(submit, made_request(name, prompt, hashes=hashes), 0.0)
+    return sink.expect(submit, made_request(name, prompt, hashes=hashes, priority=priority), 0.0)
 
 
 def register(pool: BlockPool, blocks: list[int], hashes: list[bytes]) -> None:
@@ -300,3 +302,28 @@ def test_tickets_hits_give_way_to_a_sequence_that_grows() -> None:
     (grant,) = [sent for _, sent in take_messages(sink) if isinstance(sent, KVGrant)]
     assert grant.first_block >= 7, "what is left of the prefix is pinned again"
     assert grant.first_block + len(grant.block_ids) == 9
+
+
+def test_who_matters_more_is_granted_first_and_nobody_starves() -> None:
+    pool = BlockPool(10, enable_caching=True)
+    sink = sink_of(pool)
+    runs = pool.allocate(6)
+    assert runs is not None
+    for name, priority in (("low", 3), ("first", 1), ("second", 1), ("high", 0)):
+        expect(sink, name, 20, [], priority)
+        assert claim(sink, name, 20) == []
+    line = [record.key.request_id for record in sink.line._queue]
+    assert line == ["high", "first", "second", "low"]
+    sink.on_tick(AGED_AFTER_S)
+    expect(sink, "late", 20, [], 0)
+    claim(sink, "late", 20)
+    sink.on_tick(AGED_AFTER_S + 1.0)
+    line = [record.key.request_id for record in sink.line._queue]
+    assert line == ["low", "first", "second", "high", "late"], (
+        "those that have waited long, in the order of their claims"
+    )
+    pool.free(runs, None)
+    sink.on_tick(AGED_AFTER_S + 1.1)
+    granted = [sent.request_id for _, sent in take_messages(sink) if isinstance(sent, KVGrant)]
+    assert granted == ["low"], "9 of 10 blocks may be granted, and each needs 5"
+    sink.check_integrity()
