@@ -25,6 +25,8 @@ from tandem.router.placing.view import TRANSFER_SHARE, NodeView
 # A prompt that is handed over between nodes that do all work is no larger than this share of either's pool, or each
 # might have promised the other what it needs itself.
 MOST_OF_POOL = 0.25  # docs/blocks.md: beside what is promised, half of it, and parked, a quarter
+# What is counted of a placement, whatever nodes report.
+MOST_TOKENS, MOST_S = 1 << 31, 1e6  # guesses
 WHY = "elastic"
 
 
@@ -49,13 +51,13 @@ def told_of(placement: Placement, request: PlacementRequest) -> list[Told]:
     found, plan = [], placement.plan
     for choice in placement.choices:
         num_tokens, node, due_s = choice.num_computed_tokens, choice.node, 0.0
-        if plan is not None and choice.kind != "tokens":
-            num_tokens, due_s = round(plan.share_s / node.prefill_s_per_token), plan.due_s
+        if plan is not None and node.outlook is not None and choice.kind != "tokens":
+            num_tokens, due_s = min(round(plan.share_s / node.outlook.s_per_token), MOST_TOKENS), plan.due_s
         elif node.outlook is not None:
             due_s = request.targets.or_else(node.outlook.report.targets).ttft_s
         num_streams = 0 if choice.kind == "prompt" else request.num_samples
-        told = Told(node.tag, num_tokens, request.num_samples, choice.num_new_tokens, num_streams, round(due_s * 1e3))
-        found.append(told)
+        due_ms = round(1e3 * min(due_s, MOST_S))
+        found.append(Told(node.tag, num_tokens, request.num_samples, choice.num_new_tokens, num_streams, due_ms))
     return found
 
 

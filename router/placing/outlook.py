@@ -13,6 +13,7 @@ from tandem.engine.contracts.wire.work import NodeReport
 
 # The rate of a node until it has measured its own.
 PREFILL_S_PER_TOKEN = 1 / 20_000  # a guess
+LEAST_S_PER_TOKEN = 1e-9  # whatever a node says: seconds are divided by it; a guess
 
 
 class Forecast(NamedTuple):
@@ -42,7 +43,8 @@ class Outlook:
     def note_report(self, report: NodeReport, seen_until: float, now: float) -> None:
         """Takes a report. What was placed after `seen_until` is not in it."""
         self.report = report
-        self.least_s_per_token = report.least_s_per_token or report.s_per_token or PREFILL_S_PER_TOKEN
+        least_s = report.least_s_per_token or report.s_per_token or PREFILL_S_PER_TOKEN
+        self.least_s_per_token = max(least_s, LEAST_S_PER_TOKEN)
         self.s_per_token = max(report.s_per_token, self.least_s_per_token)
         self._unseen = [each for each in self._unseen if each[0] > seen_until]
         self.num_placed = sum(streams for _, _, streams in self._unseen)

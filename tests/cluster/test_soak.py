@@ -23,11 +23,14 @@ SECONDS = float(os.environ.get("SOAK_SECONDS", "300"))
 MINUTES = float(os.environ.get("SOAK_MINUTES", "5"))
 # Of each channel's writes; and nodes that refuse what they can't hold.
 FAULTS = ("--fault-injection", "delay:0.001,corrupt:5,drop:9,duplicate:12", "--max-queue", "3")
+# Nobody is ever in time, so that work goes to and fro.
+HURRIED = ("--ttft-target-ms", "20", "--tpot-target-ms", "1")
 SETTINGS = {
     "shm": {"transport": "shm"},
     "tcp": {"transport": "tcp", "prefill": 2},
     "tcp, bad channels": {"transport": "tcp", "arguments": FAULTS},
     "nixl": {"transport": "nixl"},
+    "nodes that do all work": {"transport": "shm", "elastic": 3, "arguments": HURRIED},
     "one node": {"transport": "local"},
 }
 

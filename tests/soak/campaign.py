@@ -45,6 +45,7 @@ class Plan:
     seconds_limit: float = 3600.0
     prefill: int = 1
     decode: int = 2
+    elastic: int = 0  # nodes that do all work, instead of those
     workers: int = 2
     clients: int = 6
     num_asks: int = 40
@@ -58,11 +59,11 @@ class Plan:
 
     @property
     def roles(self) -> list[str]:
-        return ["prefill", "decode"] if self.is_split else ["unified"]
+        return ["prefill", "decode"] if self.is_split and not self.elastic else ["unified"]
 
     @property
     def num_nodes(self) -> int:
-        return self.prefill + self.decode if self.is_split else 1
+        return self.elastic or (self.prefill + self.decode if self.is_split else 1)
 
 
 @dataclass
@@ -152,7 +153,8 @@ def _arguments(plan: Plan, rng: random.Random, disk: Path) -> Iterator[str]:
     yield from ("--disk-tier-bytes", str(DISK_TIER_BYTES), "--disk-tier-dir", str(disk))
     if plan.is_split:
         yield from ("--transport", plan.transport, "--rebalance-kv", "0.2")
-        yield from ("--prefill", str(plan.prefill), "--decode", str(plan.decode))
+        roles = {"elastic": plan.elastic} if plan.elastic else {"prefill": plan.prefill, "decode": plan.decode}
+        yield from (f"--{role}={count}" for role, count in roles.items())
     yield from plan.arguments
 
 

@@ -10,6 +10,7 @@ from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo, Targets
 from tandem.engine.contracts.wire.work import NodeReport
 from tandem.router.placing.elastic_finder import find_elastic, plans, told_of
+from tandem.router.placing.fleet_need import spare_share
 from tandem.router.placing.placement import Placement, PlacementRequest
 from tandem.router.placing.view import NodeView
 
@@ -139,3 +140,25 @@ def test_all_plans_can_be_shown_the_cheapest_first() -> None:
     assert [plan.cost_s for plan in found] == sorted(plan.cost_s for plan in found)
     assert {(plan.computing[0].node_id, plan.decoding.node_id) for plan in found} == {("p", "u"), ("u", "u")}
     assert plans(request, (node("x", work=None),), {}, 0.0) == []
+
+
+MOST = (1 << 31) - 1  # that the wire takes
+
+
+@pytest.mark.parametrize("nonsense", [
+    NodeReport(1e9, 1e-300, 1e9, 1e9, ((-1e9, MOST),) * 64, MOST, MOST, 1e9, 1e9, 0, TARGETS),
+    NodeReport(5e-324, 5e-324, 1e9, 0.0, ((1e9, 0), (0.0, 1)), 1, 0, 5e-324, 1e9, 1, Targets(1e9, 5e-324)),
+    NodeReport(),
+])  # fmt: skip
+def test_a_node_that_reports_nonsense_costs_no_other_a_placement(nonsense: NodeReport) -> None:
+    """Whatever it says can be calculated with, counted and told; some node is found."""
+    odd = node("odd", work=nonsense)
+    for nodes in ((odd,), (odd, node("a")), (node("p", "prefill"), odd)):
+        for now in (0.0, 1.0, 1e6):
+            request = PlacementRequest(10_000, 100)
+            placement = find_elastic(request, nodes, {odd.key: 5_000}, now)
+            assert placement is not None
+            for told in told_of(placement, request):
+                assert all(0 <= word < 1 << 64 for word in told)
+                odd.outlook.note_placement(told.num_tokens, now + told.due_ms / 1e3, told.num_streams, now)
+            assert 0 <= spare_share(odd.outlook, now) <= 1
