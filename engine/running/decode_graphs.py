@@ -32,7 +32,7 @@ from tandem.engine.scheduling.step import ScheduledRow
 from tandem.kernels.api.attention import Attention, metadata_backend
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.prefixes.shared_prefix import SharedPrefixes
-from tandem.kernels.products.adapter_rows import FEW_TILE_ROWS, AdapterRows, most_tiles, num_words, tile_words
+from tandem.kernels.products.adapter_rows import AdapterRows, sorted_rows
 from tandem.kernels.products.few_rows_scratch import MOST_ROWS
 from tandem.kernels.products.fused_ops import argmax_tokens
 from tandem.kernels.products.rotary_attention import WantedTokens
@@ -85,7 +85,6 @@ class DecodeBatch:
         max_model_len: int,
         shift_S: torch.Tensor | None = None,
         spans: EncoderSpans | None = None,
-        adapter_slots: int = 0,
     ) -> None:
         self._model = model
         self._shift_S = shift_S
@@ -95,8 +94,7 @@ class DecodeBatch:
         rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
         self._words = torch.zeros((2, rows), dtype=torch.int64, device=state.device)  # slots, positions
         self._words[0] = -1
-        self._adapter_slots = adapter_slots
-        self._adapter_words = torch.zeros(self._num_words(rows), dtype=torch.int32, device=state.device)
+        self._adapted = torch.zeros((2, rows), dtype=torch.int32, device=state.device)  # order, slots
         self._inputs = DecodeInputs.allocate(rows, state.max_blocks, state.device)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=state.device)
         self.device = state.device
@@ -113,15 +111,8 @@ class DecodeBatch:
         if with_adapters:
             adapter_G = np.zeros(size, np.int32)
             adapter_G[:num_rows] = self.adapters_of(rows)
-            tiles = torch.from_numpy(tile_words(adapter_G, FEW_TILE_ROWS, self._most_tiles(size)))
-            tiles = tiles.pin_memory() if self._pinned else tiles
-            self._adapter_words[: len(tiles)].copy_(tiles, non_blocking=True)
-
-    def _most_tiles(self, size: int) -> int:
-        return most_tiles(size, self._adapter_slots, FEW_TILE_ROWS)
-
-    def _num_words(self, size: int) -> int:
-        return num_words(size, self._most_tiles(size)) if self._adapter_slots else 0
+            sent = torch.from_numpy(sorted_rows(adapter_G))
+            self._adapted[:, :size].copy_(sent.pin_memory() if self._pinned else sent, non_blocking=True)
 
     def adapters_of(self, rows: Sequence[ScheduledRow]) -> np.ndarray:
         """int32 [R]: the slot of each row's adapter, 0 for none."""
@@ -139,7 +130,7 @@ class DecodeBatch:
         """Logits [size, V] in the model's dtype, for what `fill` put there; rows' adapters count `with_adapters`."""
         adapters = None
         if with_adapters:
-            adapters = AdapterRows.view(self._adapter_words[: self._num_words(size)], size, FEW_TILE_ROWS)
+            adapters = AdapterRows(self._adapted[0, :size], self._adapted[1, :size])
         slot_G, position_G = self._words[0, :size], self._words[1, :size]
         state, inputs = self._state, self._inputs.first(size)
         gather_decode_inputs(slot_G, position_G, state.token_ids_SC, state.block_table_SB, state.block_size, inputs)
@@ -203,15 +194,14 @@ class DecodeGraphs:
         max_model_len: int,
         sharing: PrefixSharing | None = None,
         shift_S: torch.Tensor | None = None,
-        adapter_slots: int = 0,
+        with_adapters: bool = False,
         spans: EncoderSpans | None = None,
     ) -> None:
-        """`shift_S`: by how much a slot's positions are beyond its tokens' places; None: in none. `adapter_slots`: 0
-        where no row takes an adapter."""
-        self.batch = DecodeBatch(model, state, max_rows, max_model_len, shift_S, spans, adapter_slots)
+        """`shift_S`: by how much a slot's positions are beyond its tokens' places; None: in none."""
+        self.batch = DecodeBatch(model, state, max_rows, max_model_len, shift_S, spans)
         self.sizes = graph_sizes(max_rows)
         self.shared_sizes = [] if sharing is None else shared_graph_sizes(max_rows)
-        self.adapted_sizes = shared_graph_sizes(max_rows) if adapter_slots else []
+        self.adapted_sizes = shared_graph_sizes(max_rows) if with_adapters else []
         self._sharing = sharing
         self._members = 1 if sharing is None else sharing.members
         self._graphs: dict[tuple[int, StepKind], torch.cuda.CUDAGraph] = {}

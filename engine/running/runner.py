@@ -438,10 +438,10 @@ class ModelRunner:
 
     def new_graphs(self) -> DecodeGraphs:
         """Graphs for this runner's steps, not yet captured."""
-        adapter_slots = 0 if self._adapters is None else self._adapters.num_slots
+        has_adapters = self._adapters is not None
         rows, length = self.max_graph_rows, self.max_model_len
         shift_S = None if self._media is None else self._media.shift_S
-        return DecodeGraphs(self.model, self.state, rows, length, self.sharing, shift_S, adapter_slots, self.spans)
+        return DecodeGraphs(self.model, self.state, rows, length, self.sharing, shift_S, has_adapters, self.spans)
 
     @property
     def max_decode_rows(self) -> int:

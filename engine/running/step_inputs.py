@@ -18,8 +18,10 @@ from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.scheduling.step import ScheduledRow
 from tandem.kernels.api.metadata import AttentionMetadata, AttentionMetadataBuilder
 from tandem.kernels.prefixes.shared_prefix import SharedPrefixes
-from tandem.kernels.products.adapter_rows import FEW_TILE_ROWS, MANY_TILE_ROWS, AdapterRows, tile_words
+from tandem.kernels.products.adapter_rows import AdapterRows, sorted_rows, tiles_of
 from tandem.kernels.products.rotary_attention import WantedTokens
+
+ALIGNED_WORDS = 4  # kernels are compiled for pointers to multiples of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +142,19 @@ class StepInputs:
 
 
 def adapter_rows(adapter_R: np.ndarray, lengths: np.ndarray, device: torch.device) -> AdapterRows | None:
-    """The tiles of rows of so many tokens, one row after another, each with the adapter in its slot (0: none).
+    """The order of rows of so many tokens, one row after another, each with the adapter in its slot (0: none).
     None: no row takes one."""
     if not adapter_R.any():
         return None
-    tile_rows = FEW_TILE_ROWS if (lengths == 1).all() else MANY_TILE_ROWS
-    host = torch.from_numpy(tile_words(np.repeat(adapter_R, lengths), tile_rows))
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return AdapterRows.view(host.to(device, non_blocking=True), int(lengths.sum()), tile_rows)
+    words = sorted_rows(np.repeat(adapter_R, lengths))
+    tiles = np.zeros((0, 3), np.int32) if (lengths == 1).all() else tiles_of(words[1])
+    num_tokens, room = words.shape[1], -(-words.shape[1] // ALIGNED_WORDS) * ALIGNED_WORDS
+    host = torch.zeros(2 * room + tiles.size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    host[: 2 * room].view(2, room)[:, :num_tokens] = torch.from_numpy(words)
+    host[2 * room :] = torch.from_numpy(tiles.ravel())
+    sent = host.to(device, non_blocking=True)
+    order, slots = sent[: 2 * room].view(2, room)[:, :num_tokens]
+    return AdapterRows(order, slots, sent[2 * room :].view(-1, 3) if tiles.size else None)
 
 
 def _flatten(rows: Sequence[ScheduledRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

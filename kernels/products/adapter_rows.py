@@ -8,44 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 
 LEAST_RANK = 16  # tl.dot's smallest inner dimension
-FEW_TILE_ROWS, MANY_TILE_ROWS = 16, 64  # rows of a tile: of decode steps, of prompts; 64 is a guess
-ALIGNED = 4  # int32 words; kernels are compiled for pointers to multiples of 16 bytes
+TILE_ROWS = 64  # of a tile of prompts; a guess
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """Which rows of a step take which adapter. `order` int32 [T]: the rows, sorted by adapter. `tiles` int32 [M, 3],
-    contiguous: first place in `order`, number of rows (at most `tile_rows`), slot counted from 1; slot 0: these rows
-    take none. `num_tiles` int32 [1]: those after so many are of slot 0 and no rows. Every row is in one tile."""
+    """Which rows of a step take which adapter. `order` int32 [T]: the rows, sorted by adapter; `slots` int32 [T]: the
+    slot of each of these, counted from 1; 0: none. `tiles` int32 [M, 3], contiguous, of steps that have prompts: first
+    place in `order`, number of rows (at most TILE_ROWS), slot; of all rows that take an adapter. None: decode rows."""
 
     order: torch.Tensor
-    tiles: torch.Tensor
-    num_tiles: torch.Tensor
-    tile_rows: int
-
-    @classmethod
-    def view(cls, words: torch.Tensor, num_rows: int, tile_rows: int) -> AdapterRows:
-        """What `tile_words` laid out."""
-        tiles = words[num_words(num_rows, 0) :].view(-1, 3)
-        return cls(words[ALIGNED : ALIGNED + num_rows], tiles, words[:1], tile_rows)
+    slots: torch.Tensor
+    tiles: torch.Tensor | None = None
 
     def adapted(self) -> Iterator[tuple[int, torch.Tensor, int]]:
-        """Yields (first place, rows int64, slot) of each tile with an adapter. Waits for the device."""
-        for first, count, slot in self.tiles.tolist():
+        """Yields (first place, rows int64, slot) of each adapter. Waits for the device."""
+        first = 0
+        for slot, run in groupby(self.slots.tolist()):
+            count = len(list(run))
             if slot:
                 yield first, self.order[first : first + count].long(), slot
+            first += count
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterStack:
     """The adapters of one merged projection in their slots: a [slots, P * R, K], b [slots, N, R] (times the adapter's
-    scaling), ranks int32 [slots, P], at most R; 0: that part has no adapter. What lies beyond a rank is never read.
-    `part_sizes`: outputs of each part, N in all."""
+    scaling), ranks int32 [slots, P], at most R; 0: that part has no adapter. What lies
+    beyond a rank is never read of a, and finite in b. `part_sizes`: outputs of each part, N in all."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -62,28 +58,19 @@ def padded_rank(rank: int) -> int:
     return max(LEAST_RANK, 1 << (rank - 1).bit_length())
 
 
-def most_tiles(num_rows: int, num_slots: int, tile_rows: int) -> int:
-    """Tiles that so many rows, with adapters of so many slots or none, make at most."""
-    return min(num_rows, num_slots + 1 + num_rows // tile_rows)
-
-
-def num_words(num_rows: int, num_tiles: int) -> int:
-    """int32 words that `tile_words` lays out."""
-    return ALIGNED + -(-num_rows // ALIGNED) * ALIGNED + 3 * num_tiles
-
-
-def tile_words(adapter_T: np.ndarray, tile_rows: int, at_least: int = 0) -> np.ndarray:
-    """int32: what `AdapterRows.view` reads, for rows with adapters in these slots (0: none), with so many tiles or
-    more."""
+def sorted_rows(adapter_T: np.ndarray) -> np.ndarray:
+    """int32 [2, T]: order and slots of rows with adapters in these slots (0: none)."""
     order = np.argsort(adapter_T, kind="stable")
-    firsts = np.flatnonzero(np.diff(adapter_T[order], prepend=-1))
+    return np.stack((order, adapter_T[order])).astype(np.int32)
+
+
+def tiles_of(slot_T: np.ndarray) -> np.ndarray:
+    """int32 [M, 3]: the tiles of rows in order."""
+    firsts = np.flatnonzero(np.diff(slot_T, prepend=-1))
     tiles = [
-        (start, min(tile_rows, last - start), slot)
-        for slot, first, last in zip(adapter_T[order[firsts]], firsts, [*firsts[1:], len(order)], strict=True)
-        for start in range(first, last, tile_rows)
+        (start, min(TILE_ROWS, last - start), slot)
+        for slot, first, last in zip(slot_T[firsts], firsts, [*firsts[1:], len(slot_T)], strict=True)
+        for start in range(first, last, TILE_ROWS)
+        if slot
     ]
-    words = np.zeros(num_words(len(order), max(at_least, len(tiles))), np.int32)
-    words[0], words[ALIGNED : ALIGNED + len(order)] = len(tiles), order
-    start = num_words(len(order), 0)
-    words[start : start + 3 * len(tiles)] = np.array(tiles).ravel()
-    return words
+    return np.array(tiles, np.int32).reshape(-1, 3)

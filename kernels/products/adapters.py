@@ -14,8 +14,8 @@ from tandem.kernels.products.fused_ops import is_fused, silu_mul
 
 
 def shrink(x_TK: torch.Tensor, stack: AdapterStack, rows: AdapterRows) -> torch.Tensor:
-    """x A^T, for `expand`: fp32 [splits, T, P * R], whose sum over splits it is; rows in `rows.order`. Of rows without
-    an adapter nothing is written."""
+    """x A^T, for `expand`: fp32 [splits, T, P * R], whose sum over splits it is; rows in `rows.order`. Where a row has
+    no adapter for a part nothing is written."""
     if is_fused(x_TK):
         from tandem.kernels.triton_kernels.products.adapters import shrink_triton
 
@@ -37,7 +37,7 @@ def expand_silu_mul(
     gate_up_TG: torch.Tensor, low: torch.Tensor, stack: AdapterStack, rows: AdapterRows, group: int
 ) -> torch.Tensor:
     """silu of the first part's outputs, times the second's, each with low B^T added: [T, G / 2] of all rows. `group`
-    as in `silu_mul`."""
+    as in `silu_mul`. What `gate_up` holds after that is not said."""
     if is_fused(gate_up_TG):
         from tandem.kernels.triton_kernels.products.adapters import expand_silu_mul_triton
 

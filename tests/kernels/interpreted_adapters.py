@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.kernels.products.adapter_rows import (
-    FEW_TILE_ROWS,
-    MANY_TILE_ROWS,
-    AdapterRows,
-    AdapterStack,
-    padded_rank,
-    tile_words,
-)
+from tandem.kernels.products.adapter_rows import AdapterRows, AdapterStack, padded_rank, sorted_rows, tiles_of
 from tandem.kernels.products.adapters import expand_eager, expand_silu_mul_eager, shrink_eager
 from tandem.kernels.products.matmul import group_gate_up
 from tandem.kernels.triton_kernels.products.adapters import expand_silu_mul_triton, expand_triton, shrink_triton
@@ -22,28 +15,30 @@ from tandem.kernels.triton_kernels.products.adapters import expand_silu_mul_trit
 ADAPTERS = [2, 0, 1, 3, 1, 1, 1, 0, 0, *[3] * 17, *[2] * 2, 0, 0]
 
 
-def rows_of(adapters: list[int], tile_rows: int) -> AdapterRows:
-    return AdapterRows.view(torch.from_numpy(tile_words(np.array(adapters), tile_rows, 9)), len(adapters), tile_rows)
+def rows_of(adapters: list[int], are_prompts: bool = False) -> AdapterRows:
+    order, slots = sorted_rows(np.array(adapters))
+    tiles = torch.from_numpy(tiles_of(slots)) if are_prompts else None
+    return AdapterRows(torch.from_numpy(order), torch.from_numpy(slots), tiles)
 
 
 def stack_of(part_sizes: tuple[int, ...], size: int, rank: int) -> AdapterStack:
     padded, parts = padded_rank(rank), len(part_sizes)
     a, b = torch.randn(3, parts * padded, size), torch.randn(3, sum(part_sizes), padded)
     ranks = torch.tensor([[rank] * parts, [max(1, rank // 2)] * parts, [0, *[rank] * (parts - 1)]], dtype=torch.int32)
-    for slot, of_parts in enumerate(ranks.tolist()):  # what lies beyond a rank is never read
+    for slot, of_parts in enumerate(ranks.tolist()):  # what lies beyond a rank counts for nothing
         for part, of_part in enumerate(of_parts):
             a[slot, part * padded + of_part : (part + 1) * padded] = torch.nan
             begin = sum(part_sizes[:part])
-            b[slot, begin : begin + part_sizes[part], of_part:] = torch.nan
+            b[slot, begin : begin + part_sizes[part], of_part:] = 1e3
     return AdapterStack(a, b, ranks, part_sizes)
 
 
-@pytest.mark.parametrize("tile_rows", [FEW_TILE_ROWS, MANY_TILE_ROWS])
+@pytest.mark.parametrize("are_prompts", [False, True])
 @pytest.mark.parametrize("rank", [1, 8, 24])
 @pytest.mark.parametrize(("part_sizes", "size"), [((40,), 1400), ((48, 16, 16), 64), ((24, 24), 80)])
-def test_rows_take_their_own_adapters(part_sizes: tuple[int, ...], size: int, rank: int, tile_rows: int) -> None:
+def test_rows_take_their_own_adapters(part_sizes: tuple[int, ...], size: int, rank: int, are_prompts: bool) -> None:
     torch.manual_seed(rank)
-    stack, rows = stack_of(part_sizes, size, rank), rows_of(ADAPTERS, tile_rows)
+    stack, rows = stack_of(part_sizes, size, rank), rows_of(ADAPTERS, are_prompts)
     wide = torch.randn(30, size + 3)
     x, out = wide[:, :size], torch.randn(30, sum(part_sizes))
     before, expected = out.clone(), out.clone()
@@ -55,11 +50,12 @@ def test_rows_take_their_own_adapters(part_sizes: tuple[int, ...], size: int, ra
     assert torch.equal(out[untouched], before[untouched])
 
 
+@pytest.mark.parametrize("are_prompts", [False, True])
 @pytest.mark.parametrize("group", [0, 8])
 @pytest.mark.parametrize("rank", [8, 24])
-def test_silu_takes_adapters_in(rank: int, group: int) -> None:
+def test_silu_takes_adapters_in(rank: int, group: int, are_prompts: bool) -> None:
     torch.manual_seed(rank)
-    stack, rows = stack_of((136, 136), 48, rank), rows_of(ADAPTERS, FEW_TILE_ROWS)
+    stack, rows = stack_of((136, 136), 48, rank), rows_of(ADAPTERS, are_prompts)
     x, gate_up = torch.randn(30, 48), torch.randn(30, 272)
     expected = expand_silu_mul_eager(gate_up, shrink_eager(x, stack, rows), stack, rows, group)
     made = expand_silu_mul_triton(gate_up, shrink_triton(x, stack, rows), stack, rows, group)
@@ -70,7 +66,7 @@ def test_a_rows_sums_do_not_depend_on_the_rows_beside_it() -> None:
     torch.manual_seed(3)
     stack, x = stack_of((40,), 1400, 8), torch.randn(30, 1400)
     together, alone = torch.zeros(30, 40), torch.zeros(1, 40)
-    rows, row = rows_of(ADAPTERS, FEW_TILE_ROWS), rows_of([ADAPTERS[5]], FEW_TILE_ROWS)
+    rows, row = rows_of(ADAPTERS), rows_of([ADAPTERS[5]])
     expand_triton(together, shrink_triton(x, stack, rows), stack, rows)
     expand_triton(alone, shrink_triton(x[5:6], stack, row), stack, row)
     assert torch.equal(together[5], alone[0])
@@ -79,7 +75,7 @@ def test_a_rows_sums_do_not_depend_on_the_rows_beside_it() -> None:
 def test_the_eager_twin_is_the_formula() -> None:
     torch.manual_seed(1)
     stack = stack_of((32, 16), 64, 4)
-    rows = rows_of([0, 1, 1, 0], FEW_TILE_ROWS)
+    rows = rows_of([0, 1, 1, 0])
     x, out = torch.randn(4, 64), torch.zeros(4, 48)
     expand_eager(out, shrink_eager(x, stack, rows), stack, rows)
     for part, columns in enumerate((slice(0, 32), slice(32, 48))):
@@ -90,7 +86,7 @@ def test_the_eager_twin_is_the_formula() -> None:
 
 def test_the_eager_silu_is_that_of_the_sum() -> None:
     torch.manual_seed(2)
-    stack, rows = stack_of((32, 32), 64, 4), rows_of([0, 2, 1, 2], FEW_TILE_ROWS)
+    stack, rows = stack_of((32, 32), 64, 4), rows_of([0, 2, 1, 2])
     x, gate_up = torch.randn(4, 64), torch.randn(4, 64)
     low, whole = shrink_eager(x, stack, rows), gate_up.clone()
     expand_eager(whole, low, stack, rows)

@@ -1,32 +1,42 @@
-"""Products with adapters of low rank: out += x A^T B^T, where tiles of rows take different A and B.
+"""Products with adapters of low rank: out += x A^T B^T, where rows take different A and B.
 
 T rows, K inputs, N outputs, R rank (padded), P parts (merged projections, each with an A of its own), L = P * R lanes,
-S splits of K. The grouping of rows by adapter follows Punica's SGMV (arXiv 2310.18547).
+S splits of K. Rows stand sorted by adapter, as in Punica's SGMV (arXiv 2310.18547); a place is a row's place in that
+order.
 
-`shrink` comes before the product that it goes beside, whose weights are on their way meanwhile, and `expand` after it.
-What adapters and tiles say is read before the kernel in front has ended: nothing but torch's copies writes it. Splits
-follow from sizes alone, so a row's sums don't depend on the rows beside it.
+Rows of decode steps are multiplied and added up without tensor cores, a few places a program, each with its own
+matrices: what bounds them is how many loads follow on each other, so none is longer than place, rank, matrix, and
+matrices are on their way before the kernel in front has ended (nothing but torch's copies writes them). Splits follow
+from sizes alone, so a row's sums don't depend on the rows beside it. Prompts go by tiles of rows with one adapter.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.products.adapter_rows import FEW_TILE_ROWS, AdapterRows, AdapterStack
-from tandem.kernels.triton_kernels.common import dot, overlap
+from tandem.kernels.products.adapter_rows import TILE_ROWS, AdapterRows, AdapterStack
+from tandem.kernels.products.fused_ops import silu_mul
+from tandem.kernels.triton_kernels.common import begin, dot, overlap
 
-EXPAND_PROGRAMS = 1024  # a guess: as many as are on the device at once
-MOST_LANES = 64  # of a program; a guess, as all sizes here
-# Of few rows: programs do one block of inputs, or two, and few enough splits for `expand` to have all in flight.
-FEW_TILE_BYTES, MOST_INPUTS, MOST_SPLITS, SPLIT_RANKS = 32 << 10, 512, 32, 1024
-MANY_INPUTS, MANY_SPLITS = 64, 4
+# Guesses, all of them. Of decode rows: places and lanes of a program, inputs at once and of a split at least.
+PLACES, CHUNK, BLOCK_K, LEAST_INPUTS = 4, 16, 128, 256
+SPLIT_LANES = 384  # splits times lanes, at most: as many programs of 64 rows as are on the device at once
+WORDS_OF_B = 8192  # that a program of `expand` has in flight
+# Of prompts.
+TILE_K, TILE_LANES, TILE_SPLITS, WORDS_OF_TILE = 64, 64, 4, 4096
 NEVER = 1 << 30
+
+
+@triton.jit
+def _start(PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -36,13 +46,174 @@ def _wait(PDL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def shrink_kernel(
+def shrink_rows_kernel(
     x,  # [T, K], strides (x_row, 1)
     a,  # [slots, L, K], strides (a_slot, K, 1)
     ranks,  # int32 [slots, P], strides (rank_slot, 1); 0: the adapter leaves this projection alone
-    order,  # int32 [T]: the rows, sorted by adapter
-    tiles,  # int32 [tiles, 3] contiguous: first place in `order`, number of rows, slot counted from 1 (0: no adapter)
-    low,  # fp32 [S, T, L] contiguous, rows in `order`
+    order,  # int32 [T]: the row at each place
+    slots,  # int32 [T]: the slot of its adapter, counted from 1; 0: none
+    low,  # fp32 [S, T, L] contiguous, by place
+    x_row,
+    a_slot,
+    rank_slot,
+    num_rows,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PLACES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (ceil(T / PLACES), L / CHUNK, S): one split's share of x A^T for some places and lanes."""
+    _start(PDL)
+    places = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    split = tl.program_id(2)
+    slot = tl.load(slots + places, places < num_rows, 0).to(tl.int64)
+    rows = tl.load(order + places, places < num_rows, 0).to(tl.int64)
+    lanes = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    rank = tl.load(ranks + (slot - 1) * rank_slot + tl.program_id(1) * CHUNK // RANK, slot > 0, 0)
+    wanted = ((lanes % RANK)[None, :] < rank[:, None])[:, :, None]
+    matrix = a + ((slot - 1) * a_slot)[:, None, None] + (lanes * SIZE)[None, :, None]
+    columns = split * BLOCK_K + tl.arange(0, BLOCK_K)
+    block = tl.load(matrix + columns[None, None, :], wanted & (columns < SIZE)[None, None, :], 0.0)
+    _wait(PDL)
+    total = tl.zeros([PLACES, CHUNK, BLOCK_K // 8], tl.float32)  # each of what one thread loads at once
+    at, has_rank = x + (rows * x_row)[:, None], (rank > 0)[:, None]
+    for _ in range(split * BLOCK_K, SIZE, SPLITS * BLOCK_K):
+        values = tl.load(at + columns[None, :], has_rank & (columns < SIZE)[None, :], 0.0).to(tl.float32)
+        product = block.to(tl.float32) * values[:, None, :]
+        total += tl.sum(product.reshape(PLACES, CHUNK, BLOCK_K // 8, 8), 3)
+        columns += SPLITS * BLOCK_K
+        block = tl.load(matrix + columns[None, None, :], wanted & (columns < SIZE)[None, None, :], 0.0)
+    target = low + ((split * num_rows + places) * LANES)[:, None] + lanes[None, :]
+    tl.store(target, tl.sum(total, 2), has_rank)
+
+
+@triton.jit
+def _rows_of_b(b, ranks, slot, part, outputs, inside, b_slot, rank_slot, RANK: tl.constexpr):
+    """(ranks [places], B [places, outputs, RANK]) of the slots' adapters; 0 and zeros where there is none."""
+    rank = tl.load(ranks + (slot - 1) * rank_slot + part, slot > 0, 0)
+    at = b + ((slot - 1) * b_slot)[:, None, None] + (outputs * RANK)[None, :, None] + tl.arange(0, RANK)[None, None, :]
+    return rank, tl.load(at, (rank > 0)[:, None, None] & inside[None, :, None], 0.0)
+
+
+@triton.jit
+def _added_rows(
+    low, matrix, places, part, rank, num_rows,
+    LANES: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+):  # fmt: skip
+    """fp32 [places, outputs]: the splits' sum times B^T."""
+    split = tl.arange(0, SPLITS_PAD)
+    at = (split[:, None] * num_rows + places[None, :]) * LANES + part * RANK
+    mask = (split < SPLITS)[:, None] & (rank > 0)[None, :]
+    parts = tl.load(low + at[:, :, None] + tl.arange(0, RANK)[None, None, :], mask[:, :, None], 0.0)
+    return tl.sum(matrix.to(tl.float32) * tl.sum(parts, 0)[:, None, :], 2)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def expand_rows_kernel(
+    low,  # as in shrink_rows_kernel, like what isn't said here
+    b,  # [slots, N, R], strides (b_slot, R, 1); finite beyond a rank
+    ranks,
+    order,
+    slots,
+    out,  # [T, N], strides (out_row, 1)
+    b_slot,
+    rank_slot,
+    out_row,
+    num_rows,
+    START_1: tl.constexpr,  # outputs at which the second and the third part begin; N where there is none
+    START_2: tl.constexpr,
+    SIZE: tl.constexpr,
+    FIRST_1: tl.constexpr,  # the first program of the second and the third part; NEVER where there is none
+    FIRST_2: tl.constexpr,
+    LANES: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (ceil(T / PLACES), blocks of outputs): out += low B^T. No block crosses parts."""
+    _start(PDL)
+    places, block = tl.program_id(0) * PLACES + tl.arange(0, PLACES), tl.program_id(1)
+    slot = tl.load(slots + places, places < num_rows, 0).to(tl.int64)
+    rows = tl.load(order + places, places < num_rows, 0).to(tl.int64)
+    part, outputs, stop = _part_of(block, START_1, START_2, SIZE, FIRST_1, FIRST_2, BLOCK_N)
+    rank, matrix = _rows_of_b(b, ranks, slot, part, outputs, outputs < stop, b_slot, rank_slot, RANK)
+    _wait(PDL)
+    at, mask = out + (rows * out_row)[:, None] + outputs[None, :], (rank > 0)[:, None] & (outputs < stop)[None, :]
+    old = tl.load(at, mask, 0.0).to(tl.float32)
+    added = _added_rows(low, matrix, places, part, rank, num_rows, LANES, RANK, SPLITS, SPLITS_PAD)
+    tl.store(at, (old + added).to(out.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def expand_silu_rows_kernel(
+    low,  # as in expand_rows_kernel, like what isn't said here; two parts, gate and up
+    b,  # [slots, 2 * SIZE, R]: outputs of gate, then of up
+    ranks,
+    order,
+    slots,
+    gate_up,  # [T, 2 * SIZE], strides (row, 1): by turns GROUP columns of gate and of up
+    out,  # [T, SIZE] contiguous
+    b_slot,
+    rank_slot,
+    row,
+    num_rows,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid as in expand_rows_kernel: silu(gate + low B^T) * (up + low B^T), for rows without an adapter, too."""
+    _start(PDL)
+    places = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    slot = tl.load(slots + places, places < num_rows, 0).to(tl.int64)
+    rows = tl.load(order + places, places < num_rows, 0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < SIZE
+    rank_0, of_gate = _rows_of_b(b, ranks, slot, 0, columns, inside, b_slot, rank_slot, RANK)
+    rank_1, of_up = _rows_of_b(b, ranks, slot, 1, SIZE + columns, inside, b_slot, rank_slot, RANK)
+    _wait(PDL)
+    mask = (places < num_rows)[:, None] & inside[None, :]
+    at = gate_up + (rows * row)[:, None] + (columns // GROUP * (2 * GROUP) + columns % GROUP)[None, :]
+    gate = tl.load(at, mask, 0.0).to(tl.float32)
+    up = tl.load(at + GROUP, mask, 0.0).to(tl.float32)
+    gate += _added_rows(low, of_gate, places, 0, rank_0, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
+    up += _added_rows(low, of_up, places, 1, rank_1, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
+    activated = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + (rows * SIZE)[:, None] + columns[None, :], activated.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _part_of(
+    block, START_1: tl.constexpr, START_2: tl.constexpr, SIZE: tl.constexpr, FIRST_1: tl.constexpr,
+    FIRST_2: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(part, outputs, where the part ends) of a block of outputs."""
+    part = (block >= FIRST_1).to(tl.int32) + (block >= FIRST_2).to(tl.int32)
+    start = tl.where(part == 0, 0, tl.where(part == 1, START_1, START_2))
+    stop = tl.where(part == 0, START_1, tl.where(part == 1, START_2, SIZE))
+    first = tl.where(part == 0, 0, tl.where(part == 1, FIRST_1, FIRST_2))
+    return part, start + (block - first) * BLOCK_N + tl.arange(0, BLOCK_N), stop
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def shrink_tiles_kernel(
+    x,  # as in shrink_rows_kernel, like what isn't said here
+    a,
+    ranks,
+    order,
+    tiles,  # int32 [tiles, 3] contiguous: first place, number of places, slot
+    low,
     x_row,
     a_slot,
     rank_slot,
@@ -57,75 +228,44 @@ def shrink_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (tiles, ceil(L / CHUNK), S): one split's share of x A^T for a tile of rows and some lanes."""
-    if PDL:
-        gdc_launch_dependents()
+    begin(PDL)
     tile, split = tl.program_id(0), tl.program_id(2)
     first, count = tl.load(tiles + 3 * tile).to(tl.int64), tl.load(tiles + 3 * tile + 1)
-    slot = tl.load(tiles + 3 * tile + 2).to(tl.int64)
+    slot = tl.load(tiles + 3 * tile + 2).to(tl.int64) - 1
     lanes = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    rank = tl.load(ranks + (slot - 1) * rank_slot + lanes // RANK, (lanes < LANES) & (slot > 0), 0)
-    has_lane = lanes % RANK < rank
-    columns = split * BLOCK_K + tl.arange(0, BLOCK_K)
-    matrix = a + (slot - 1) * a_slot + lanes[None, :] * SIZE
-    block = tl.load(matrix + columns[:, None], has_lane[None, :] & (columns < SIZE)[:, None], 0.0)
+    rank = tl.load(ranks + slot * rank_slot + lanes // RANK, lanes < LANES, 0)
+    has_lane = (lanes % RANK < rank)[None, :]
+    matrix = a + slot * a_slot + lanes[None, :] * SIZE
     places = tl.arange(0, BLOCK_M)
-    row_mask = places < count
-    rows = tl.load(order + first + places, row_mask, 0).to(tl.int64)
-    if (slot > 0) | (tile == 0):  # who waits makes the kernel end after the one before
-        _wait(PDL)
-    if slot > 0:
-        at = x + rows[:, None] * x_row
-        values = tl.load(at + columns[None, :], row_mask[:, None] & (columns < SIZE)[None, :], 0.0)
-        total = dot(values, block)
-        for start in range((split + SPLITS) * BLOCK_K, SIZE, SPLITS * BLOCK_K):
-            inputs = start + tl.arange(0, BLOCK_K)
-            values = tl.load(at + inputs[None, :], row_mask[:, None] & (inputs < SIZE)[None, :], 0.0)
-            total += dot(values, tl.load(matrix + inputs[:, None], has_lane[None, :] & (inputs < SIZE)[:, None], 0.0))
-        place = (split.to(tl.int64) * num_rows + first + places) * LANES
-        tl.store(low + place[:, None] + lanes[None, :], total, row_mask[:, None] & (lanes < LANES)[None, :])
-
-
-@triton.jit
-def _outputs_of(b, ranks, tiles, tile, num_tiles, part, outputs, inside, b_slot, rank_slot, RANK: tl.constexpr):
-    """(rank, B^T [RANK, outputs]) of the adapter of a tile; 0 and zeros where there is none."""
-    slot = tl.load(tiles + 3 * tile + 2, tile < num_tiles, 0).to(tl.int64)
-    rank = tl.load(ranks + (slot - 1) * rank_slot + part, slot > 0, 0)
-    inner = tl.arange(0, RANK)
-    wanted = (inner < rank)[:, None] & inside[None, :]
-    return rank, tl.load(b + (slot - 1) * b_slot + outputs[None, :] * RANK + inner[:, None], wanted, 0.0)
-
-
-@triton.jit
-def _added(
-    low, matrix, first, row_mask, part, num_rows,
-    LANES: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """fp32 [BLOCK_M, outputs] for the places from `first` on: the splits' sum, in their order, times B^T."""
-    at = (first + tl.arange(0, BLOCK_M))[:, None] * LANES + (part * RANK + tl.arange(0, RANK))[None, :]
-    total = tl.zeros([BLOCK_M, RANK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(low + at + (first * 0 + split) * num_rows * LANES, row_mask[:, None], 0.0)
-    return dot(total.to(matrix.dtype), matrix)
+    row_mask = (places < count)[:, None]
+    at = x + tl.load(order + first + places, places < count, 0).to(tl.int64)[:, None] * x_row
+    total = tl.zeros([BLOCK_M, CHUNK], tl.float32)
+    for start in range(split * BLOCK_K, SIZE, SPLITS * BLOCK_K):
+        columns = start + tl.arange(0, BLOCK_K)
+        values = tl.load(at + columns[None, :], row_mask & (columns < SIZE)[None, :], 0.0)
+        total += dot(values, tl.load(matrix + columns[:, None], has_lane & (columns < SIZE)[:, None], 0.0))
+    place = (split.to(tl.int64) * num_rows + first + places) * LANES
+    tl.store(low + place[:, None] + lanes[None, :], total, row_mask & (lanes < LANES)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def expand_kernel(
-    low,  # as in shrink_kernel, like what isn't said here
-    b,  # [slots, N, R], strides (b_slot, R, 1)
+def expand_tiles_kernel(
+    low,  # as in shrink_tiles_kernel, like what isn't said here
+    b,  # and as in expand_rows_kernel
     ranks,
     order,
     tiles,
-    num_tiles,  # int32 [1]: what is beyond so many tiles is not read
-    out,  # [T, N], strides (out_row, 1)
+    out,
     b_slot,
     rank_slot,
     out_row,
     num_rows,
-    START_1: tl.constexpr,  # outputs at which the second and the third part begin; N where there is none
+    START_1: tl.constexpr,
     START_2: tl.constexpr,
     SIZE: tl.constexpr,
-    FIRST_1: tl.constexpr,  # the first program of the second and the third part; NEVER where there is none
+    FIRST_1: tl.constexpr,
     FIRST_2: tl.constexpr,
+    GROUP: tl.constexpr,  # > 0: outputs of the two parts take turns, GROUP of each (group_gate_up)
     LANES: tl.constexpr,
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -133,151 +273,108 @@ def expand_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (any number, which take turns with the tiles; blocks of outputs): out += low B^T. No block crosses parts."""
-    if PDL:
-        gdc_launch_dependents()
-    block, count = tl.program_id(1), tl.load(num_tiles)
-    part = (block >= FIRST_1).to(tl.int32) + (block >= FIRST_2).to(tl.int32)
-    start = tl.where(part == 0, 0, tl.where(part == 1, START_1, START_2))
-    stop = tl.where(part == 0, START_1, tl.where(part == 1, START_2, SIZE))
-    outputs = start + (block - tl.where(part == 0, 0, tl.where(part == 1, FIRST_1, FIRST_2))) * BLOCK_N
-    outputs += tl.arange(0, BLOCK_N)
-    inside = outputs < stop
-    tile = tl.program_id(0)
-    rank, matrix = _outputs_of(b, ranks, tiles, tile, count, part, outputs, inside, b_slot, rank_slot, RANK)
-    _wait(PDL)
-    while tile < count:
-        first, places = tl.load(tiles + 3 * tile).to(tl.int64), tl.arange(0, BLOCK_M)
-        row_mask = (places < tl.load(tiles + 3 * tile + 1)) & (rank > 0)
+    """Grid (tiles, blocks of outputs): out += the sum over splits times B^T. No block crosses parts."""
+    begin(PDL)
+    tile, block = tl.program_id(0), tl.program_id(1)
+    part, outputs, stop = _part_of(block, START_1, START_2, SIZE, FIRST_1, FIRST_2, BLOCK_N)
+    slot = tl.load(tiles + 3 * tile + 2).to(tl.int64) - 1
+    rank = tl.load(ranks + slot * rank_slot + part)
+    if rank > 0:
+        first, places, inner = tl.load(tiles + 3 * tile).to(tl.int64), tl.arange(0, BLOCK_M), tl.arange(0, RANK)
+        row_mask = places < tl.load(tiles + 3 * tile + 1)
         rows = tl.load(order + first + places, row_mask, 0).to(tl.int64)
-        at = out + rows[:, None] * out_row + outputs[None, :]
+        total = tl.zeros([BLOCK_M, RANK], tl.float32)
+        for split in tl.static_range(SPLITS):
+            place = ((first * 0 + split) * num_rows + first + places) * LANES + part * RANK
+            total += tl.load(low + place[:, None] + inner[None, :], row_mask[:, None], 0.0)
+        inside = outputs < stop
+        matrix = tl.load(b + slot * b_slot + outputs[None, :] * RANK + inner[:, None], inside[None, :], 0.0)
+        added = dot(total.to(b.dtype.element_ty), matrix)
+        columns = outputs
+        if GROUP > 0:
+            within = outputs - part * START_1
+            columns = within // GROUP * (2 * GROUP) + part * GROUP + within % GROUP
+        at = out + rows[:, None] * out_row + columns[None, :]
         mask = row_mask[:, None] & inside[None, :]
         old = tl.load(at, mask, 0.0).to(tl.float32)
-        added = _added(low, matrix, first, row_mask, part, num_rows, LANES, RANK, SPLITS, BLOCK_M)
         tl.store(at, (old + added).to(out.dtype.element_ty), mask)
-        tile += tl.num_programs(0)
-        rank, matrix = _outputs_of(b, ranks, tiles, tile, count, part, outputs, inside, b_slot, rank_slot, RANK)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def expand_silu_kernel(
-    low,  # as in expand_kernel, like what isn't said here; two parts, gate and up
-    b,  # [slots, 2 * SIZE, R]: outputs of gate, then of up
-    ranks,
-    order,
-    tiles,
-    num_tiles,
-    gate_up,  # [T, 2 * SIZE], strides (row, 1): by turns GROUP columns of gate and of up
-    out,  # [T, SIZE] contiguous
-    b_slot,
-    rank_slot,
-    row,
-    num_rows,
-    SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    RANK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Grid as in expand_kernel: silu(gate + low B^T) * (up + low B^T), for rows without an adapter, too."""
-    if PDL:
-        gdc_launch_dependents()
-    count, tile = tl.load(num_tiles), tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = columns < SIZE
-    turns = columns // GROUP * (2 * GROUP) + columns % GROUP
-    _, of_gate = _outputs_of(b, ranks, tiles, tile, count, 0, columns, inside, b_slot, rank_slot, RANK)
-    _, of_up = _outputs_of(b, ranks, tiles, tile, count, 1, SIZE + columns, inside, b_slot, rank_slot, RANK)
-    _wait(PDL)
-    while tile < count:
-        first, places = tl.load(tiles + 3 * tile).to(tl.int64), tl.arange(0, BLOCK_M)
-        row_mask = places < tl.load(tiles + 3 * tile + 1)
-        has_low = row_mask & (tl.load(tiles + 3 * tile + 2) > 0)
-        rows = tl.load(order + first + places, row_mask, 0).to(tl.int64)
-        mask = row_mask[:, None] & inside[None, :]
-        at = gate_up + rows[:, None] * row + turns[None, :]
-        gate = tl.load(at, mask, 0.0).to(tl.float32)
-        up = tl.load(at + GROUP, mask, 0.0).to(tl.float32)
-        gate += _added(low, of_gate, first, has_low, 0, num_rows, 2 * RANK, RANK, SPLITS, BLOCK_M)
-        up += _added(low, of_up, first, has_low, 1, num_rows, 2 * RANK, RANK, SPLITS, BLOCK_M)
-        activated = gate / (1.0 + tl.exp(-gate)) * up
-        tl.store(out + rows[:, None] * SIZE + columns[None, :], activated.to(out.dtype.element_ty), mask)
-        tile += tl.num_programs(0)
-        _, of_gate = _outputs_of(b, ranks, tiles, tile, count, 0, columns, inside, b_slot, rank_slot, RANK)
-        _, of_up = _outputs_of(b, ranks, tiles, tile, count, 1, SIZE + columns, inside, b_slot, rank_slot, RANK)
-
-
-class ShrinkPlan(NamedTuple):
-    """How shrink_kernel cuts lanes and inputs."""
-
-    chunk: int
-    block: int
-    splits: int
-
-    @classmethod
-    def of(cls, lanes: int, rank: int, num_inputs: int, tile_rows: int, itemsize: int) -> ShrinkPlan:
-        chunk = min(MOST_LANES, triton.next_power_of_2(lanes))
-        if tile_rows > FEW_TILE_ROWS:
-            block, most = MANY_INPUTS, MANY_SPLITS
-        else:
-            block = min(MOST_INPUTS, FEW_TILE_BYTES // (chunk * itemsize))
-            most = max(MANY_SPLITS, min(MOST_SPLITS, SPLIT_RANKS // rank))
-        return cls(chunk, block, min(most, triton.cdiv(num_inputs, block)))
+def num_splits(lanes: int, num_inputs: int) -> int:
+    """The number of parts in which the inputs of decode rows are cut."""
+    return max(1, min(SPLIT_LANES // lanes, triton.cdiv(num_inputs, LEAST_INPUTS)))
 
 
 def shrink_triton(x_TK: torch.Tensor, stack: AdapterStack, rows: AdapterRows) -> torch.Tensor:
     """These launch one kernel each; see kernels/products/adapters.py for what the arguments mean."""
     (num_rows, size), lanes, a, ranks = x_TK.shape, stack.a.shape[1], stack.a, stack.ranks
-    plan = ShrinkPlan.of(lanes, stack.rank, size, rows.tile_rows, x_TK.element_size())
-    low = torch.empty((plan.splits, num_rows, lanes), dtype=torch.float32, device=x_TK.device)
-    shrink_kernel[(len(rows.tiles), triton.cdiv(lanes, plan.chunk), plan.splits)](
-        x_TK, a, ranks, rows.order, rows.tiles, low, x_TK.stride(0), a.stride(0), ranks.stride(0), num_rows,
-        SIZE=size, LANES=lanes, RANK=stack.rank, SPLITS=plan.splits, CHUNK=plan.chunk,
-        BLOCK_M=rows.tile_rows, BLOCK_K=plan.block,
-        num_warps=4, num_stages=1 if rows.tile_rows == FEW_TILE_ROWS else 3, **overlap(x_TK.device),
-    )  # fmt: skip
+    splits = TILE_SPLITS if rows.tiles is not None else num_splits(lanes, size)
+    low = torch.empty((splits, num_rows, lanes), dtype=torch.float32, device=x_TK.device)
+    strides = x_TK.stride(0), a.stride(0), ranks.stride(0), num_rows
+    common = {"SIZE": size, "LANES": lanes, "RANK": stack.rank, "SPLITS": splits, **overlap(x_TK.device)}
+    if rows.tiles is None:
+        shrink_rows_kernel[(triton.cdiv(num_rows, PLACES), lanes // CHUNK, splits)](
+            x_TK, a, ranks, rows.order, rows.slots, low, *strides,
+            PLACES=PLACES, CHUNK=CHUNK, BLOCK_K=BLOCK_K, num_warps=4, num_stages=1, **common,
+        )  # fmt: skip
+    elif len(rows.tiles):
+        chunk = min(TILE_LANES, triton.next_power_of_2(lanes))
+        shrink_tiles_kernel[(len(rows.tiles), triton.cdiv(lanes, chunk), splits)](
+            x_TK, a, ranks, rows.order, rows.tiles, low, *strides,
+            CHUNK=chunk, BLOCK_M=TILE_ROWS, BLOCK_K=TILE_K, num_warps=4, **common,
+        )  # fmt: skip
     return low
 
 
-def expand_triton(out_TN: torch.Tensor, low: torch.Tensor, stack: AdapterStack, rows: AdapterRows) -> None:
-    b, ranks, sizes, block = stack.b, stack.ranks, stack.part_sizes, _output_block(stack.rank, 128)
+def expand_triton(
+    out_TN: torch.Tensor, low: torch.Tensor, stack: AdapterStack, rows: AdapterRows, group: int = 0
+) -> None:
+    """`group` > 0, for prompts: outputs of the two parts take turns."""
+    b, ranks, sizes, tiles = stack.b, stack.ranks, stack.part_sizes, rows.tiles
+    block = (
+        _outputs_at_once(WORDS_OF_B // PLACES, stack.rank)
+        if tiles is None
+        else _outputs_at_once(WORDS_OF_TILE, stack.rank)
+    )
     blocks = [triton.cdiv(size, block) for size in sizes]
     starts = [sum(sizes[:index]) for index in (1, 2)]
     firsts = [sum(blocks[:index]) if index < len(sizes) else NEVER for index in (1, 2)]
-    expand_kernel[_grid(rows, sum(blocks))](
-        low, b, ranks, rows.order, rows.tiles, rows.num_tiles, out_TN,
-        b.stride(0), ranks.stride(0), out_TN.stride(0), len(out_TN),
-        START_1=starts[0], START_2=starts[1], SIZE=sum(sizes), FIRST_1=firsts[0], FIRST_2=firsts[1],
-        LANES=low.shape[2], BLOCK_N=block, **_constants(low, stack, rows),
-    )  # fmt: skip
+    strides = b.stride(0), ranks.stride(0), out_TN.stride(0), len(out_TN)
+    common = {
+        "START_1": starts[0], "START_2": starts[1], "SIZE": sum(sizes), "FIRST_1": firsts[0], "FIRST_2": firsts[1],
+        "LANES": low.shape[2], "RANK": stack.rank, "SPLITS": low.shape[0], "BLOCK_N": block,
+        "num_warps": 4, **overlap(low.device),
+    }  # fmt: skip
+    if tiles is None:
+        expand_rows_kernel[(triton.cdiv(len(out_TN), PLACES), sum(blocks))](
+            low, b, ranks, rows.order, rows.slots, out_TN, *strides,
+            SPLITS_PAD=triton.next_power_of_2(low.shape[0]), PLACES=PLACES, num_stages=1, **common,
+        )  # fmt: skip
+    elif len(tiles):
+        expand_tiles_kernel[(len(tiles), sum(blocks))](
+            low, b, ranks, rows.order, tiles, out_TN, *strides, GROUP=group, BLOCK_M=TILE_ROWS, **common
+        )
 
 
 def expand_silu_mul_triton(
     gate_up_TG: torch.Tensor, low: torch.Tensor, stack: AdapterStack, rows: AdapterRows, group: int
 ) -> torch.Tensor:
-    (num_rows, both), b, ranks, block = gate_up_TG.shape, stack.b, stack.ranks, _output_block(stack.rank, 64)
+    if rows.tiles is not None:
+        expand_triton(gate_up_TG, low, stack, rows, group)
+        return silu_mul(gate_up_TG, group)
+    (num_rows, both), b, ranks = gate_up_TG.shape, stack.b, stack.ranks
+    block = _outputs_at_once(WORDS_OF_B // (2 * PLACES), stack.rank)
     out = torch.empty((num_rows, both // 2), dtype=gate_up_TG.dtype, device=gate_up_TG.device)
-    expand_silu_kernel[_grid(rows, triton.cdiv(both // 2, block))](
-        low, b, ranks, rows.order, rows.tiles, rows.num_tiles, gate_up_TG, out,
+    constants: dict[str, Any] = {"RANK": stack.rank, "SPLITS": low.shape[0], "BLOCK_N": block, **overlap(low.device)}
+    expand_silu_rows_kernel[(triton.cdiv(num_rows, PLACES), triton.cdiv(both // 2, block))](
+        low, b, ranks, rows.order, rows.slots, gate_up_TG, out,
         b.stride(0), ranks.stride(0), gate_up_TG.stride(0), num_rows,
-        SIZE=both // 2, GROUP=group or both // 2, BLOCK_N=block, **_constants(low, stack, rows),
+        SIZE=both // 2, GROUP=group or both // 2, SPLITS_PAD=triton.next_power_of_2(low.shape[0]), PLACES=PLACES,
+        num_warps=4, num_stages=1, **constants,
     )  # fmt: skip
     return out
 
 
-def _constants(low: torch.Tensor, stack: AdapterStack, rows: AdapterRows) -> dict[str, Any]:
-    return {
-        "RANK": stack.rank, "SPLITS": low.shape[0], "BLOCK_M": rows.tile_rows,
-        "num_warps": 4, "num_stages": 1, **overlap(low.device),
-    }  # fmt: skip
-
-
-def _grid(rows: AdapterRows, blocks: int) -> tuple[int, int]:
-    return max(1, min(len(rows.tiles), EXPAND_PROGRAMS // blocks)), blocks
-
-
-def _output_block(rank: int, most: int) -> int:
-    """Outputs that a program does at once: less for large ranks, so that a tile of B stays in registers."""
-    return max(16, min(most, 4096 // rank))
+def _outputs_at_once(words: int, rank: int) -> int:
+    """Outputs of a program that holds so many words of B."""
+    return max(16, min(128, words // rank))

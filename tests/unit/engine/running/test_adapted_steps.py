@@ -21,7 +21,7 @@ from tandem.engine.running.decode_graphs import DecodeGraphs
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.step_inputs import adapter_rows
 from tandem.engine.scheduling.step import AdapterLoad, SampleRow, ScheduledRow, SchedulerOutput
-from tandem.kernels.products.adapter_rows import AdapterRows, most_tiles, tile_words
+from tandem.kernels.products.adapter_rows import AdapterRows
 from tiny_models import random_prompt, tiny_model
 
 PROMPTS = {0: random_prompt(33, seed=2), 1: random_prompt(5, seed=1), 3: random_prompt(18, seed=3)}
@@ -53,7 +53,7 @@ def test_each_row_takes_its_own_adapter(kind: str, replayed: bool, tmp_path: Pat
     pool = torch.zeros(NUM_BLOCKS, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
     runner = ModelRunner(model, pool, SchedulerOptions(4, 96), BLOCK, MAX_LEN, (), adapters=adapters)
     runner.warmup()
-    graphs = RunsDirectly(model, runner.state, runner.max_graph_rows, MAX_LEN, None, adapter_slots=2)
+    graphs = RunsDirectly(model, runner.state, runner.max_graph_rows, MAX_LEN, None, with_adapters=True)
     if replayed:
         runner._graphs = graphs
     refs = {slot: AdapterRef(str(folder), b"") for slot, folder in folders.items()}
@@ -81,30 +81,18 @@ def test_each_row_takes_its_own_adapter(kind: str, replayed: bool, tmp_path: Pat
     assert graphs.num_adapted == (8 if replayed else 0), "a step of rows without adapters is a plain one"
 
 
-def test_tiles_are_of_rows_with_one_adapter() -> None:
-    def tiles(adapters: list[int], lengths: list[int]) -> tuple[list[int], list[list[int]]]:
+def test_rows_are_sorted_by_adapter_and_prompts_come_in_tiles() -> None:
+    def sort(adapters: list[int], lengths: list[int]) -> AdapterRows:
         rows = adapter_rows(np.array(adapters), np.array(lengths), CPU)
         assert rows is not None
-        assert rows.num_tiles.tolist() == [len(rows.tiles)]
-        return rows.order.tolist(), rows.tiles.tolist()
+        return rows
 
     assert adapter_rows(np.zeros(2), np.array([1, 5]), CPU) is None
-    assert tiles([1, 1, 0, 2, 1], [1] * 5) == ([2, 0, 1, 4, 3], [[0, 1, 0], [1, 3, 1], [4, 1, 2]])
-    assert tiles([1] * 20, [1] * 20) == ([*range(20)], [[0, 16, 1], [16, 4, 1]])
-    order, found = tiles([2, 1, 1], [1, 60, 70])
-    assert order == [*range(1, 131), 0]
-    assert found == [[0, 64, 1], [64, 64, 1], [128, 2, 1], [130, 1, 2]]
-
-
-@pytest.mark.parametrize("num_slots", [1, 3, 40])
-def test_rows_never_make_more_tiles_than_were_made_room_for(num_slots: int) -> None:
-    rng = np.random.default_rng(num_slots)
-    for num_rows in (1, 16, 17, 40, 64):
-        most = most_tiles(num_rows, num_slots, 16)
-        for _ in range(50):
-            words = tile_words(rng.integers(0, num_slots + 1, num_rows), 16, most)
-            rows = AdapterRows.view(torch.from_numpy(words), num_rows, 16)
-            assert len(rows.tiles) == most
-            assert sorted(rows.order.tolist()) == [*range(num_rows)]
-            assert rows.tiles[:, 1].sum() == num_rows
-            assert not rows.tiles[rows.num_tiles :].any()
+    decodes = sort([1, 1, 0, 2, 1], [1] * 5)
+    assert (decodes.order.tolist(), decodes.slots.tolist()) == ([2, 0, 1, 4, 3], [0, 1, 1, 1, 2])
+    assert decodes.tiles is None
+    prompts = sort([2, 1, 1, 0], [1, 60, 70, 3])
+    assert prompts.order.tolist() == [131, 132, 133, *range(1, 131), 0]
+    assert prompts.slots.tolist() == [0] * 3 + [1] * 130 + [2]
+    assert prompts.tiles is not None
+    assert prompts.tiles.tolist() == [[3, 64, 1], [67, 64, 1], [131, 2, 1], [133, 1, 2]]
