@@ -172,7 +172,6 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "speculative_config": _refused("no tokens are guessed ahead"),
     "kv_transfer_config": _refused("--prefill N --decode M start nodes that hand KV over; --transport says how"),
     "mm_processor_kwargs": _refused("set them in preprocessor_config.json, in the model's folder"),
-    "otlp_traces_endpoint": _refused("traces aren't sent; the trace id of `traceparent` stands in the log"),
     "uds": _refused("it listens on TCP: --host, --port"),
     "enable_prompt_embeds": _refused_flag("prompts are text or token ids"),
     "enable_mm_embeds": _refused_flag("images and sounds are sent as they are"),

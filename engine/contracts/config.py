@@ -304,6 +304,9 @@ class RouterOptions:
     log_prompt_chars: Annotated[
         Count, "so many first characters of each prompt in those lines, for whoever reads the log; 0: none"
     ] = 0
+    otlp_traces_endpoint: Annotated[
+        str, "URL of a collector that gets a trace of each request by OTLP over HTTP (docs/tracing.md); empty: none"
+    ] = ""
     enable_tokenizer_info_endpoint: Annotated[
         bool, "serve /tokenizer_info: special tokens and chat template, for lm-eval's remote tokenizer"
     ] = False

@@ -31,6 +31,7 @@ from tandem.router.http.status import add_status_route
 from tandem.router.http.transcriptions import TRANSCRIPTS, transcription_reader
 from tandem.router.requests.service import CompletionService
 from tandem.router.text.openai_api import error_body
+from tandem.router.tracing.exporter import RequestTraces
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class App:
         await self._rest(scope, receive, send)
 
 
-def make_app(service: CompletionService, gate: Gate, chat: Chat) -> App:
+def make_app(service: CompletionService, gate: Gate, chat: Chat, traces: RequestTraces | None = None) -> App:
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
     limit = service.options.max_body_bytes
     readers = {
@@ -77,9 +78,11 @@ def make_app(service: CompletionService, gate: Gate, chat: Chat) -> App:
         **dict.fromkeys(("/score", "/v1/score"), score_reader(service)),
         **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank_reader(service)),
     }
-    endpoints = {path: GenerationEndpoint(service, gate, read) for path, read in readers.items()}
+    endpoints = {path: GenerationEndpoint(service, gate, read, traces) for path, read in readers.items()}
     for path, task in TRANSCRIPTS.items():
-        endpoints[path] = GenerationEndpoint(service, gate, transcription_reader(service, task), takes_forms=True)
+        endpoints[path] = GenerationEndpoint(
+            service, gate, transcription_reader(service, task), traces, takes_forms=True
+        )
     for path, endpoint in endpoints.items():  # for every method that `App` does not send there itself: 405
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
     add_model_routes(app, service, gate, int(time.time()))

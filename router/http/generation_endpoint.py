@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from starlette.types import Receive, Scope, Send
 
@@ -20,6 +21,8 @@ from tandem.router.requests.generation import Generation
 from tandem.router.requests.request_log import HttpExchange, RequestLog
 from tandem.router.requests.service import CompletionService
 from tandem.router.text.request_headers import read_headers
+from tandem.router.tracing.exporter import RequestTraces
+from tandem.router.tracing.stages import stages_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +34,17 @@ class GenerationEndpoint:
     """An ASGI application for one path and method; `read` turns its bodies into completions. `takes_forms`: bodies are
     forms with files, which may be larger."""
 
-    def __init__(self, service: CompletionService, gate: Gate, read: AskReader, takes_forms: bool = False) -> None:
+    def __init__(
+        self,
+        service: CompletionService,
+        gate: Gate,
+        read: AskReader,
+        traces: RequestTraces | None = None,
+        takes_forms: bool = False,
+    ) -> None:
         self._service, self._gate, self._read, self._takes_forms = service, gate, read, takes_forms
         self._limit = max(service.options.max_body_bytes, MAX_FORM_BYTES * takes_forms)
-        self._log = RequestLog(service.options)
+        self._log, self._traces = RequestLog(service.options), traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status, exchange = 200, HttpExchange(scope["path"])
@@ -55,6 +65,8 @@ class GenerationEndpoint:
         finally:
             self._service.metrics.responses.labels(str(status)).inc()
             self._log.write(exchange, status)
+            if self._traces is not None:
+                self._traces.write(exchange, status)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, exchange: HttpExchange) -> None:
         permit = await self._gate.enter(scope["headers"])
@@ -64,6 +76,8 @@ class GenerationEndpoint:
             raw = await read_body(scope, receive, self._limit, self._takes_forms)
             asked = await self._read(raw, permit.caller.tenant)
             exchange.name(asked.completion_id)
+            if self._traces is not None:
+                exchange.trace(self._service.facts_of(asked.body.model).name, [])
             logger.debug("%s: %s", asked.completion_id, headers)
             if asked.body.stream:
                 await self._stream(asked, exchange, permit, _client(scope), receive, send)
@@ -135,8 +149,12 @@ class GenerationEndpoint:
         only the garbage collector would free such a cycle, and each of its rounds stops all streams."""
         self._service.abort(generations, _client_gone())
         watcher.cancel()
-        if self._log.is_on:
+        if self._log.is_on or self._traces is not None:
             exchange.count(generations, self._log.num_chars)
+        if self._traces is not None:
+            now = time.monotonic()
+            stages = [stage for generation in generations for stage in stages_of(generation, now)]
+            exchange.trace(exchange.model, stages)
         permit.charge(sum(generation.num_tokens for generation in generations))
         generations.clear()
 

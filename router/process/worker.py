@@ -39,6 +39,7 @@ from tandem.router.process.server import Server, max_connections
 from tandem.router.requests.service import CompletionService
 from tandem.router.text.privacy import Privacy
 from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.tracing.exporter import RequestTraces, checked_endpoint
 
 TICK_S = 0.1  # a guess: how late a deadline may be seen
 CANCEL_GRACE_S = 2.0  # at the end, for nodes to hear the last cancels; a guess
@@ -78,6 +79,8 @@ class Worker:
         self._media = MediaProcessor.of(folder, self._tokenizer)
         parse_limits(options.media.limit_mm_per_prompt)
         self.sampling_defaults = sampling_defaults(folder, options.generation_config)
+        if options.otlp_traces_endpoint:
+            checked_endpoint(options.otlp_traces_endpoint)
         self.service: CompletionService  # made by `run`, on its event loop
         self._server: Server | None = None
 
@@ -115,7 +118,9 @@ class Worker:
         )
         # Streams that outlive drain_s are ended by `_tick`, with an error event; uvicorn's own end is the last resort.
         last_resort_s = self._options.timeouts.drain_s + CANCEL_GRACE_S
-        app = make_app(service, Gate(self._api_keys, sources.limits), self._chat)
+        endpoint = self._options.otlp_traces_endpoint
+        traces = RequestTraces(endpoint, self.info.node_id) if endpoint else None
+        app = make_app(service, Gate(self._api_keys, sources.limits), self._chat, traces)
         self._server = server = Server(app, last_resort_s, self._http_limits(), self._options.web)
         service.connect()
         tasks = [watched_task(self._tick(server, on_beat), "tick")]
@@ -130,6 +135,8 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             cluster.close()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
             if siblings is not None:
                 siblings.close()
 

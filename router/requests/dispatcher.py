@@ -219,7 +219,8 @@ class Dispatcher:
                 return generation.machine.abort(error)
             self.waiting[request_id] = generation
             return ()
-        generation.placement = generation.placement or placement
+        if generation.placement is None:
+            generation.placement, generation.placed_at = placement, now
         is_first = attempts.live[request_id].number == 1
         count = _CountPlaced(placement.reason, is_first, now - generation.started_at)
         return [*generation.machine.placed(request_id, placement, now), count]

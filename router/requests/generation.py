@@ -45,6 +45,7 @@ class Generation:
     started_at: float
     node_ids: dict[str, None] = field(default_factory=dict)  # of all nodes that were asked, in that order
     submitted_ids: set[str] = field(default_factory=set)  # every sub-request id that nodes have heard of
+    placed_at: float | None = None  # for the first time
     first_token_at: float | None = None
     last_token_at: list[float] = field(default_factory=list)  # per sample; 0.0 before its first token
     placement: Placement | None = None  # the first

@@ -61,6 +61,7 @@ class RequestMachine:
         self.deadline = now + spec.deadline_s
         self.num_cached_tokens = 0
         self.num_dropped_deltas = 0
+        self.streams_since: float | None = None  # when a node that makes the tokens first sent some
         self._has_prompt_logprobs = False
 
     # --- reading ----------------------------------------------------------------------------------------------
@@ -214,7 +215,9 @@ class RequestMachine:
             return []
         sample = self.samples[delta.sample_index]
         attempt.awaiting.discard(node)
-        attempt.primary_streams |= node == attempt.primary
+        if not attempt.primary_streams and node == attempt.primary:
+            attempt.primary_streams = True
+            self.streams_since = self.streams_since or now
         if delta.num_cached_tokens:
             self._note_cached(attempt, node, delta.num_cached_tokens)
         if sample.is_contradicted_by(delta):

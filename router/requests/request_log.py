@@ -18,6 +18,16 @@ from tandem.router.text.request_headers import RequestHeaders
 logger = logging.getLogger("tandem.requests")
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Something that a prompt went through, in monotonic seconds: "queue", "prefill", "transfer" or "decode"."""
+
+    name: str
+    begin: float
+    end: float
+    attributes: dict[str, str | int]
+
+
 @dataclass(slots=True)
 class HttpExchange:
     """One HTTP request and its answer, as far as they have come. Times in seconds of a monotonic clock."""
@@ -27,6 +37,8 @@ class HttpExchange:
     said: RequestHeaders = field(default_factory=RequestHeaders)
     permit: Permit | None = None
     completion_id: str = ""
+    model: str = ""  # by the name that the client gave; of traces alone
+    stages: list[Stage] = field(default_factory=list)  # of traces alone
     error: str = ""  # why it failed, as the client reads it in `code` or `type`
     figures: dict[str, Any] = field(default_factory=dict)
 
@@ -35,6 +47,10 @@ class HttpExchange:
 
     def name(self, completion_id: str) -> None:
         self.completion_id = completion_id
+
+    def trace(self, model: str, stages: list[Stage]) -> None:
+        """Takes what traces tell besides: the model's name and what its prompts went through."""
+        self.model, self.stages = model, stages
 
     def fail(self, error: TandemError) -> None:
         self.error = error.code or error.type

@@ -31,6 +31,8 @@ class RequestHeaders:
     timeout_s: float = math.inf
     request_id: str = ""
     trace_id: str = ""
+    traceparent: str = ""  # W3C Trace Context: the trace, and who asked within it
+    tracestate: str = ""
     targets: Targets = NO_TARGETS
 
     def __str__(self) -> str:
@@ -52,7 +54,9 @@ def read_headers(headers: Iterable[tuple[bytes, bytes]], promised: Targets = NO_
         elif name in TARGETS:
             found.targets = msgspec.structs.replace(found.targets, **{TARGETS[name]: _milliseconds(name, value) / 1e3})
         elif name == b"traceparent" and (trace := _TRACE.fullmatch(value)):
-            found.trace_id = trace[1].decode()
+            found.trace_id, found.traceparent = trace[1].decode(), value.decode()
+        elif name == b"tracestate":
+            found.tracestate = value.decode("latin-1")
     return found
 
 

@@ -37,6 +37,12 @@ def test_the_router_imports_without_torch() -> None:
     run_blocked({"torch", "triton", "transformers"}, "\n".join(f"import {name}" for name in names))
 
 
+def test_traces_that_nobody_asked_for_import_nothing() -> None:
+    code = "import sys, tandem.router.process.main; print('opentelemetry.sdk' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "False"
+
+
 def test_the_directory_imports_without_torch() -> None:
     names = modules_of("kv_connector/directory")
     assert len(names) > 4

@@ -1,0 +1,115 @@
+"""Sends a trace of each request to a collector by OTLP over HTTP; the one place that knows OpenTelemetry's packages."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.process.version import version
+from tandem.router.requests.request_log import HttpExchange
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 5.0  # a guess: how long the end of a router may wait for its collector
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/responses": "chat"}
+
+
+def checked_endpoint(endpoint: str) -> str:
+    """The URL that traces are posted to. Raises ConfigError for one that is none, and without OpenTelemetry."""
+    url = urlsplit(endpoint)
+    if url.scheme not in ("http", "https") or not url.netloc:
+        raise ConfigError(
+            f"--otlp-traces-endpoint {endpoint}: give a URL for OTLP over HTTP, http://collector:4318/v1/traces"
+        )
+    if find_spec("opentelemetry") is None or find_spec("opentelemetry.exporter") is None:
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'tandem-serve[otel]'")
+    return endpoint if url.path.strip("/") else urlunsplit(url._replace(path="/v1/traces"))
+
+
+class RequestTraces:
+    """One router process's traces. OpenTelemetry's own variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER,
+    OTEL_EXPORTER_OTLP_HEADERS, …) hold."""
+
+    def __init__(self, endpoint: str, router_id: str) -> None:
+        """Raises ConfigError as `checked_endpoint` does. Starts a thread that sends."""
+        url = checked_endpoint(endpoint)
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        about = {"service.instance.id": router_id, "service.version": version()}
+        if not os.environ.get("OTEL_SERVICE_NAME"):
+            about["service.name"] = "tandem-router"
+        self._otel = trace
+        self._read_context = TraceContextTextMapPropagator().extract
+        self._provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
+        self._tracer = self._provider.get_tracer("tandem", version())
+
+    def write(self, exchange: HttpExchange, status: int) -> None:
+        """Sends the trace of an exchange that has ended now: a span for it, under its client's if it named one, and one
+        for each stage of each prompt."""
+        now, otel = time.monotonic(), self._otel
+        zero_ns = time.time_ns() - round(now * 1e9)  # of the monotonic clock
+
+        def ns(at: float) -> int:
+            return zero_ns + round(at * 1e9)
+
+        said = exchange.said
+        context = self._read_context({"traceparent": said.traceparent, "tracestate": said.tracestate})
+        name = f"{OPERATIONS.get(exchange.path, exchange.path)} {exchange.model}".rstrip()
+        root = self._tracer.start_span(
+            name, context, otel.SpanKind.SERVER, self._attributes(exchange, status), start_time=ns(exchange.started_at)
+        )
+        inside = otel.set_span_in_context(root)
+        for stage in exchange.stages:
+            span = self._tracer.start_span(
+                stage.name, inside, otel.SpanKind.INTERNAL, stage.attributes, start_time=ns(stage.begin)
+            )
+            span.end(ns(max(stage.begin, stage.end)))
+        if status >= 500:
+            root.set_status(otel.StatusCode.ERROR, exchange.error)
+        root.end(ns(now))
+
+    @staticmethod
+    def _attributes(exchange: HttpExchange, status: int) -> dict[str, Any]:
+        """GenAI's and HTTP's semantic conventions, whose names are in development: written here, since their package
+        keeps them private."""
+        figures = exchange.figures
+        found = {
+            "gen_ai.operation.name": OPERATIONS.get(exchange.path),
+            "gen_ai.provider.name": "tandem",
+            "gen_ai.request.model": exchange.model,
+            "gen_ai.response.model": exchange.model,
+            "gen_ai.response.id": exchange.completion_id,
+            "gen_ai.response.finish_reasons": figures.get("finish"),
+            "gen_ai.response.time_to_first_chunk": figures.get("ttft_s"),
+            "gen_ai.usage.input_tokens": figures.get("prompt_tokens"),
+            "gen_ai.usage.output_tokens": figures.get("output_tokens"),
+            "gen_ai.usage.cache_read.input_tokens": figures.get("cached_tokens"),
+            "http.request.method": "POST",
+            "http.response.status_code": status,
+            "url.path": exchange.path,
+            "error.type": exchange.error,
+            "tandem.request_id": exchange.said.request_id,
+            "tandem.nodes": figures.get("nodes"),
+            "tandem.attempts": figures.get("attempts"),
+        }
+        return {name: value for name, value in found.items() if value not in (None, "", [])}
+
+    def close(self) -> None:
+        """Sends what has not been sent, for at most FLUSH_S. To be called off the event loop."""
+        thread = threading.Thread(target=self._provider.shutdown, name="tandem-traces", daemon=True)
+        thread.start()
+        thread.join(FLUSH_S)
+        if thread.is_alive():
+            logger.warning("the collector of traces did not take all within %g s; the rest is lost", FLUSH_S)
