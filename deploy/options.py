@@ -76,6 +76,10 @@ class ClusterOptions:
     ] = 0
     prefill_tensor_parallel_size: Annotated[Count, "GPUs of each prefill node; 0: as --tensor-parallel-size"] = 0
     decode_tensor_parallel_size: Annotated[Count, "GPUs of each decode node; 0: as --tensor-parallel-size"] = 0
+    ray: Annotated[
+        str, "address of a Ray cluster whose hosts run the nodes (docs/several_hosts.md), auto: the one this host is of"
+    ] = ""
+    ray_routers: Annotated[Count, "with --ray: routers on its hosts beside the one here, on the ports after --port"] = 0
     log_stats: Annotated[bool, "every 10 s say how many requests are under way, and at what rates"] = True
 
 

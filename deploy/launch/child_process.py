@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tandem.deploy.options import own_environment
 
@@ -22,9 +22,30 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def die_with_parent() -> None:
-    """For `preexec_fn`: the kernel sends SIGKILL when the *thread* that started this child ends. No-op off Linux."""
+    """Has the kernel send SIGKILL when the *thread* that started this process ends. For `preexec_fn`, where there is
+    one. No-op off Linux."""
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+class RunningChild(Protocol):
+    """What the launcher does with a child, wherever that runs. None of it blocks."""
+
+    def exit_code(self) -> int | None: ...
+
+    def open_fds(self) -> list[int]: ...
+
+    def said(self) -> list[dict[str, Any]]: ...
+
+    def forward_output(self) -> None: ...
+
+    def last_words(self) -> str: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class ChildProcess:

@@ -33,6 +33,7 @@ class ChildPlan:
     arguments: tuple[str, ...]
     node_id: str = ""
     connects_to: tuple[str, ...] = ()
+    is_local: bool = True  # it runs on the launcher's host
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -51,28 +52,49 @@ def plan_cluster(values: Mapping[str, Any], redis_url: str) -> list[ChildPlan]:
             "--transport local moves KV inside one process, and these nodes are processes of their own: choose auto, "
             "or shm (CPU), cuda_ipc (GPU), nixl or tcp"
         )
-    kinds = (("prefill", "prefill"), ("decode", "decode"), ("elastic", "unified"))
-    roles = [role for option, role in kinds for _ in range(values.get(option, 0))]
-    placement = {"placement": "elastic"} if values.get("elastic") else {}
-    shared = {**placement, **values, "redis_url": redis_url}
-    nodes = _plan_nodes(roles, shared)
+    shared = _placed({**values, "redis_url": redis_url})
+    nodes = _plan_nodes(_roles(values), shared)
     names = tuple(node.name for node in nodes)
     return [*nodes, _child("router", ROUTER, "router", ROUTER_OPTIONS, shared, connects_to=names)]
 
 
-def _plan_nodes(roles: list[str], values: Mapping[str, Any]) -> list[ChildPlan]:
-    num_gpus = 0 if values.get("device") == "cpu" else count_gpus()
-    plans, num_ranks = [], [_num_ranks(role, values) for role in roles]
-    for index, role in enumerate(roles):
-        own = {name: value for name, value in values.items() if name not in _NOT_FOR_NODES}
-        own |= share_of_machine(index, num_ranks, num_gpus, os.cpu_count() or 1, own)
-        own["tensor_parallel_size"] = num_ranks[index]
-        name = f"{role}-{index - roles.index(role)}"
-        plans.append(_child(name, NODES, role, NODE_OPTIONS, own, node_id=name))
+def plan_on_ray(values: Mapping[str, Any]) -> list[ChildPlan]:
+    """Nodes on the hosts of a Ray cluster, each with what Ray gives it; a router here and `ray_routers` there, the i-th
+    on `--port` + i, since two may share a host. All discover nodes through Redis."""
+    values = _placed(values)
+    plans = _plan_nodes(_roles(values), values, is_local=False)
+    plans.append(_child("router", ROUTER, "router", ROUTER_OPTIONS, values))
+    for index in range(1, values.get("ray_routers", 0) + 1):
+        own = {name: value for name, value in values.items() if name != "host"} | {"port": values["port"] + index}
+        plans.append(_child(f"router-{index}", ROUTER, "router", ROUTER_OPTIONS, own, is_local=False))
     return plans
 
 
-def _num_ranks(role: str, values: Mapping[str, Any]) -> int:
+def _roles(values: Mapping[str, Any]) -> list[str]:
+    kinds = (("prefill", "prefill"), ("decode", "decode"), ("elastic", "unified"))
+    return [role for option, role in kinds for _ in range(values.get(option, 0))]
+
+
+def _placed(values: Mapping[str, Any]) -> Values:
+    """With the placement that nodes which do all work need, unless another one is named."""
+    return {**({"placement": "elastic"} if values.get("elastic") else {}), **values}
+
+
+def _plan_nodes(roles: list[str], values: Mapping[str, Any], is_local: bool = True) -> list[ChildPlan]:
+    num_gpus = count_gpus() if is_local and values.get("device") != "cpu" else 0
+    plans, ranks = [], [num_ranks(role, values) for role in roles]
+    for index, role in enumerate(roles):
+        own = {name: value for name, value in values.items() if name not in _NOT_FOR_NODES}
+        if is_local:
+            own |= share_of_machine(index, ranks, num_gpus, os.cpu_count() or 1, own)
+        own["tensor_parallel_size"] = ranks[index]
+        name = f"{role}-{index - roles.index(role)}"
+        plans.append(_child(name, NODES, role, NODE_OPTIONS, own, node_id=name, is_local=is_local))
+    return plans
+
+
+def num_ranks(role: str, values: Mapping[str, Any]) -> int:
+    """GPUs of each node of that role."""
     every: int = values.get("tensor_parallel_size", 1)
     return values.get(f"{role}_tensor_parallel_size", 0) or every
 

@@ -18,12 +18,12 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from tandem.deploy.launch.child_process import ChildProcess
-from tandem.deploy.launch.cluster_plan import NODES, ChildPlan, plan_cluster, plan_single_node
+from tandem.deploy.launch.child_process import ChildProcess, RunningChild
+from tandem.deploy.launch.cluster_plan import NODES, ChildPlan, plan_cluster, plan_on_ray, plan_single_node
 from tandem.deploy.launch.console import Console
 from tandem.deploy.launch.preflight import check_redis, check_redis_url, check_router
 from tandem.deploy.launch.rates import Rates
@@ -40,6 +40,9 @@ POLL_MS = 100  # a guess: how late the end of a child may be seen
 REDIS_RETRY_S = 1.0  # a guess
 PROBE_S = 0.5  # how long the router may take to answer a question of the launcher; a guess
 RATES_EVERY_S = 10.0  # as often as vLLM does
+RAYS_PATIENCE = 4  # times `peer_lost_s` that a child elsewhere may be silent: what is late may be Ray; a guess
+Write = Callable[[str, str], None]
+StartChild = Callable[[ChildPlan, Sequence[str], Write], RunningChild]
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # bound everywhere: asked here
 _ACTIVE = re.compile(r"^tandem_router_active_prompts (\S+)$", re.MULTILINE)
@@ -67,6 +70,8 @@ def serve(values: Mapping[str, Any]) -> int:
     port = values.get("port", RouterOptions.port)
     with bind(values.get("host", RouterOptions.host), port, share_port=False) as reserved:
         values = {**values, "port": reserved.getsockname()[1]}
+        if values.get("ray"):
+            return _serve_on_ray(values, is_cluster)
         if not is_cluster:
             return Launcher(plan_single_node(values), values).run()
         if url:
@@ -79,17 +84,44 @@ def serve(values: Mapping[str, Any]) -> int:
             redis.stop()
 
 
+def start_here(plan: ChildPlan, arguments: Sequence[str], write: Write) -> RunningChild:
+    """Starts a child as a process of this host."""
+    return ChildProcess(plan.name, plan.command, arguments, plan.environment, write)
+
+
+def _serve_on_ray(values: Mapping[str, Any], has_nodes: bool) -> int:
+    from tandem.deploy.launch.ray_cluster import RayCluster
+
+    if not has_nodes or not values.get("redis_url"):
+        raise ConfigError(
+            "--ray places nodes (--prefill and --decode, or --elastic), which find each other through --redis-url: "
+            "give both, and a Redis that all hosts of the Ray cluster reach"
+        )
+    with RayCluster(values) as cluster:
+        plans = plan_on_ray(values)
+        cluster.reserve(plans)
+        return Launcher(plans, values, start_child=cluster.start).run()
+
+
 class Launcher:
     """Carries out what the supervisor decides."""
 
-    def __init__(self, plans: list[ChildPlan], values: Mapping[str, Any], redis: RedisServer | None = None) -> None:
+    def __init__(
+        self,
+        plans: list[ChildPlan],
+        values: Mapping[str, Any],
+        redis: RedisServer | None = None,
+        start_child: StartChild = start_here,
+    ) -> None:
         timeouts = Timeouts(**{name: values[name] for name in ("peer_lost_s", "drain_s") if name in values})
         self._plans = {plan.name: plan for plan in plans}
         self._values, self._redis = values, redis
-        self._supervisor = Supervisor(timeouts.peer_lost_s, timeouts.drain_s)
+        silence_s = timeouts.peer_lost_s * (1 if start_child is start_here else RAYS_PATIENCE)
+        self._supervisor = Supervisor(silence_s, timeouts.drain_s)
+        self._start_child = start_child
         for plan in plans:
             self._supervisor.add(plan.name, plan.stage)
-        self._children: dict[str, ChildProcess] = {}
+        self._children: dict[str, RunningChild] = {}
         self._ready_lines: dict[str, dict[str, Any]] = {}
         self._busy: dict[str, str] = {}
         self._console = Console(log_format=values.get("log_format", "auto"))
@@ -201,12 +233,14 @@ class Launcher:
             arguments.append(f"--node-id={plan.node_id}-{secrets.token_hex(3)}")
         arguments += [f"--node={self._ready_lines[name]['address']}" for name in plan.connects_to]
         known = self._ready_lines.get(plan.name)
-        if known is not None:
+        if not plan.is_local:
+            pass  # its successor may be on another host
+        elif known is not None:
             arguments.append(f"--port={_port(known)}")  # whoever knows the address finds the successor there
         elif plan.stage == NODES:
             # None that the system may give to a connection while the node is down: its successor could not bind.
             arguments.append(f"--port={free_port()}")
-        self._children[plan.name] = ChildProcess(plan.name, plan.command, arguments, plan.environment, self._write)
+        self._children[plan.name] = self._start_child(plan, arguments, self._write)
 
     def _write(self, name: str, text: str) -> None:
         self._console.child_line(name, text, time.monotonic())

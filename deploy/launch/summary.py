@@ -17,6 +17,7 @@ def summary(model: str, url: str, ready_lines: Mapping[str, Mapping[str, Any]]) 
     return [
         f"{model} answers up to {context:,} tokens of prompt and output",
         *(f"  {name:{width}}  {_describe(said)}" for name, said in nodes.items()),
+        *(f"  {name} at {said['host']}:{said['port']}" for name, said in ready_lines.items() if "host" in said),
         f"  API at {url}/v1 (docs/http.md), figures at {url}/metrics; try: tandem chat --url {url}",
     ]
 

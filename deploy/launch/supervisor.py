@@ -182,7 +182,7 @@ class Supervisor:
     def _silence_s(self, child: Child) -> float:
         """A router that is starved of its cores is late, and killing it ends every request: it gets the time that the
         workers of a router of several processes get."""
-        return self.peer_lost_s * (4 if child.name == ROUTER_NAME else 1)
+        return self.peer_lost_s * (4 if child.name.startswith(ROUTER_NAME) else 1)
 
     def _stage_open(self, stage: int) -> bool:
         return all(child.was_ready for child in self.children.values() if child.stage < stage)

@@ -17,7 +17,7 @@ import pytest
 import redis
 from waiting import PATIENCE_S, is_gone, wait_until
 
-from tandem.deploy.launch.cluster_plan import PROGRAM, plan_cluster, plan_single_node, share_of_machine
+from tandem.deploy.launch.cluster_plan import PROGRAM, plan_cluster, plan_on_ray, plan_single_node, share_of_machine
 from tandem.deploy.launch.launcher import serve
 from tandem.deploy.redis_server import PORTS, RedisServer, answers
 from tandem.engine.contracts.errors import ConfigError
@@ -338,3 +338,29 @@ def test_redis_writes_nothing_though_it_is_told_to(tmp_path: Path) -> None:
             assert client.get("key") == b"value"
     finally:
         server.stop()
+
+
+def test_nodes_on_ray_find_each_other_through_redis_alone() -> None:
+    """Their ports and hosts are chosen where they run, and routers that may share a host have different ports."""
+    values = {
+        "model": "m",
+        "prefill": 2,
+        "decode": 1,
+        "ray_routers": 2,
+        "port": 9000,
+        "host": "0.0.0.0",
+        "redis_url": "redis://r",
+    }
+    plans = plan_on_ray(values)
+    assert [plan.name for plan in plans] == ["prefill-0", "prefill-1", "decode-0", "router", "router-1", "router-2"]
+    assert [plan.is_local for plan in plans] == [False] * 3 + [True] + [False] * 2
+    assert not any(plan.connects_to for plan in plans)
+    assert all(plan.environment["TANDEM_REDIS_URL"] == "redis://r" for plan in plans)
+    ports = [[part for part in plan.arguments if part.startswith(("--port", "--host"))] for plan in plans]
+    assert ports == [[], [], [], ["--host=0.0.0.0", "--port=9000"], ["--port=9001"], ["--port=9002"]]
+
+
+@pytest.mark.parametrize("given", [{"prefill": 1, "decode": 1}, {"redis_url": "redis://r"}])
+def test_ray_needs_nodes_and_a_redis(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="--redis-url: give both"):
+        serve({"model": str(DEMO), "ray": "auto", "port": 0, **given})
