@@ -43,6 +43,7 @@ MLA = {
 FAMILIES: dict[str, dict] = {
     "gpt2": {**SIZES, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 2048},
     "bloom": {**SIZES, "n_layer": 4, "n_head": 4, "seq_length": 2048},
+    "mpt": {**SIZES, "max_seq_len": 2048, "attn_config": {"clip_qkv": 0.5}},
     "falcon": {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2},
     "opt": {**SIZES, "ffn_dim": 96, "word_embed_proj_dim": 48},
     "gpt_neox": {**SIZES, "intermediate_size": 96},
@@ -206,7 +207,6 @@ TEMPLATES = {
 }
 # What transformers runs without calling for attention, or not from all layers.
 REFUSED: dict[str, dict] = {
-    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 4, "vocab_size": VOCAB, "max_seq_len": 2048},
     "qwen3_next": {
         **EXPERTS,
         "num_experts": 4,

@@ -48,6 +48,42 @@ class _BloomAttention:
         return residual + module.dense(attended.flatten(2)), None
 
 
+class _MptAttention:
+    """MPT's attention module with ours in the middle, between its own projections, by the heads' slopes."""
+
+    def __init__(self, module: Any, config: PreTrainedConfig, slopes: tuple[float, ...]) -> None:
+        self._module, self._config, self._slopes = module, config, slopes
+        self._own_forward = module.forward
+
+    def __call__(
+        self, hidden_states: torch.Tensor, position_bias: torch.Tensor, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        module = self._module
+        if self._config._attn_implementation != NAME:
+            output: tuple[torch.Tensor, torch.Tensor] = self._own_forward(hidden_states, position_bias, **more)
+            return output
+        projected = module.Wqkv(hidden_states)
+        if module.clip_qkv:
+            projected = projected.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+        heads = projected.unflatten(2, (3, module.n_heads, module.head_dim))
+        q, k, v = (each.transpose(1, 2) for each in heads.unbind(2))
+        attended, _ = paged_attention(module, q, k, v, None, module.softmax_scale, alibi_slopes=self._slopes)
+        return module.out_proj(attended.flatten(2)), None
+
+
+class _MptDecoder:
+    """MPT's decoder, which can't do without a mask: over our attention it is given one, and nobody looks at it."""
+
+    def __init__(self, module: Any, config: PreTrainedConfig) -> None:
+        self._config, self._own_forward = config, module.forward
+        self._mask = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device="cpu")
+
+    def __call__(self, *arguments: Any, **more: Any) -> Any:
+        if self._config._attn_implementation == NAME:
+            more["attention_mask"] = self._mask
+        return self._own_forward(*arguments, **more)
+
+
 class _FalconAttention:
     """Falcon's attention module with ours in the middle, between its own projections."""
 
@@ -102,6 +138,11 @@ def adapt(causal: PreTrainedModel) -> bool:
         if type(module).__name__ == "BloomAttention":
             module.forward = _BloomAttention(module, causal.config, _bloom_slopes(causal))
             calls_us = True
+        if type(module).__name__ == "MptAttention":
+            module.forward = _MptAttention(module, causal.config, _mpt_slopes(causal))
+            calls_us = True
+        if type(module).__name__ == "MptModel":
+            module.forward = _MptDecoder(module, causal.config)
         if type(module).__name__ == "FalconAttention":
             module.forward = _FalconAttention(module, causal.config)
             calls_us = True
@@ -112,6 +153,12 @@ def _bloom_slopes(causal: Any) -> tuple[float, ...]:
     """The step of each head's bias from one position to the next."""
     bias_H1P = causal.get_decoder().build_alibi_tensor(torch.ones(1, 2), causal.config.n_head, torch.float32)
     return tuple(bias_H1P[:, 0, 1].tolist())
+
+
+def _mpt_slopes(causal: Any) -> tuple[float, ...]:
+    """The step of each head's bias from one position to the next."""
+    bias_H1P = causal.get_decoder().build_mpt_alibi_tensor(causal.config.n_heads, 2)
+    return tuple((bias_H1P[:, 0, 1] - bias_H1P[:, 0, 0]).tolist())
 
 
 def _changes_by_length(module: Any) -> bool:
