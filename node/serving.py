@@ -188,7 +188,8 @@ class ServingNode:
         try:
             self.start(entry, now)
         except Exception:
-            limited.exception("request %s attempt %d can't be started", *entry.request.key, key="start")
+            name = entry.request.key
+            limited.exception("request %s attempt %d can't be started", *name, key="start", request_id=name.request_id)
             self.book.fail(entry.request.key, "internal_error", "the node can't start this request", retryable=True)
             self.stop(entry, now)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
-from tandem.deploy.launch.said_once import SaidOnce
+from tandem.deploy.launch.said_once import SaidOnce, without_time
 from tandem.engine.contracts.config import LogFormat
 from tandem.engine.process.process_log import chosen_format
 
@@ -39,7 +39,8 @@ class Console:
 
     def child_line(self, name: str, text: str, now: float) -> None:
         """Shows a line that a child has written, unless another has just said the same."""
-        if self._format == "json" or self._said.admit(name, text, now):
+        printed = self._format == "json" and not without_time(text)  # by a library: JSON's records are whole lines
+        if printed or self._said.admit(name, text, now):
             self._line(name, text)
 
     def progress(self, busy: Mapping[str, str], now: float) -> None:

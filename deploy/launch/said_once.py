@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,12 +11,13 @@ HOLD_S = 5.0  # a guess: processes that find the same find it within moments
 SHOWN = 100  # characters of a line that is told of again
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _TIME = re.compile(r"^(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d(,\d+)? ")
+_JSON_TIME = re.compile(r'^\{"time": "[^"]*", (?="level")')  # as JsonFormatter begins
 
 
 def without_time(line: str) -> str:
-    """What a line of a log says, coloured or plain; "" for a line that is none, or goes on with one."""
+    """What a line of a log says, coloured, plain or JSON; "" for a line that is none, or goes on with one."""
     plain = _COLOUR.sub("", line)
-    said = _TIME.sub("", plain)
+    said = _JSON_TIME.sub("{", plain) if plain[:1] == "{" else _TIME.sub("", plain)
     return said if said != plain else ""
 
 
@@ -50,7 +52,13 @@ class SaidOnce:
         over = {text: said for text, said in self._said.items() if now >= said.until}
         for text in over:
             del self._said[text]
-        return [f"{_names(said.again)} said the same: {text[:SHOWN]}" for text, said in over.items() if said.again]
+        return [f"{_names(said.again)} said the same: {_shown(text)}" for text, said in over.items() if said.again]
+
+
+def _shown(text: str) -> str:
+    if text[0] == "{":
+        text = json.loads(text).get("message", text)
+    return text[:SHOWN]
 
 
 def _names(again: Counter[str]) -> str:

@@ -67,18 +67,27 @@ class RateLimited:
     def error(self, text: str, *args: object, key: Hashable = None) -> None:
         self._log(logging.ERROR, text, args, key, False)
 
-    def exception(self, text: str, *args: object, key: Hashable = None) -> None:
-        """An error with the traceback of the exception that is being handled."""
-        self._log(logging.ERROR, text, args, key, True)
+    def exception(self, text: str, *args: object, key: Hashable = None, request_id: str = "") -> None:
+        """An error with the traceback of the exception that is being handled. `request_id`: whom it cost, for JSON."""
+        self._log(logging.ERROR, text, args, key, True, request_id)
 
     def over(self) -> None:
         """Notes that the trouble is over: the next line is written at once, whatever its kind."""
         self._gate.forget()
 
-    def _log(self, level: int, text: str, args: tuple[object, ...], key: Hashable, with_traceback: bool) -> None:
+    def _log(
+        self,
+        level: int,
+        text: str,
+        args: tuple[object, ...],
+        key: Hashable,
+        with_traceback: bool,
+        request_id: str = "",
+    ) -> None:
         num_held = self._gate.admit(text if key is None else key)
         if num_held is not None:
-            self._logger.log(level, text + _also(num_held), *args, exc_info=with_traceback)
+            about = {"about": {"id": request_id}} if request_id else None
+            self._logger.log(level, text + _also(num_held), *args, exc_info=with_traceback, extra=about)
 
 
 class RateLimitFilter(logging.Filter):
@@ -118,6 +127,7 @@ class JsonFormatter(logging.Formatter):
         }
         if fields := getattr(record, "fields", None):  # a line that is made of fields has them one by one
             said = {name: value for name, value in said.items() if name != "message"} | fields
+        said |= getattr(record, "about", {})
         if record.exc_info:
             said["exception"] = self.formatException(record.exc_info)
         return json.dumps(said)

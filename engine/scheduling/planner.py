@@ -206,7 +206,8 @@ class StepPlanner:
             is_untouched = request.slot < 0 and not request.block_ids and len(plan.rows) == num_rows
             if not is_untouched or self._state.pool.num_free != num_free:
                 raise
-            limited.exception("request %s attempt %d can't be planned", *request.key, key="plan")
+            text, name = "request %s attempt %d can't be planned", request.key
+            limited.exception(text, *name, key="plan", request_id=name.request_id)
             self._state.give_up(request, "the node can't plan this request; its log says why")
 
     def _admit(self, plan: StepPlan, request: Request, admission: Admission) -> None:

@@ -98,7 +98,8 @@ class Scheduler:
                 else:
                     self._take_token(request, sample, token_id, entry, index in result.ended)
             except Exception:
-                limited.exception("request %s attempt %d failed at a token", *request.key, key="token")
+                text, name = "request %s attempt %d failed at a token", request.key
+                limited.exception(text, *name, key="token", request_id=name.request_id)
                 self.state.give_up(request, "the node can't take this request's token in; its log says why")
         return self.state.take_events()
 

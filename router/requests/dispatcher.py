@@ -139,7 +139,7 @@ class Dispatcher:
     def _give_up(self, generation: Generation) -> None:
         """Ends one request. To be called in the handler of an exception that nobody expected, which costs no other."""
         request_id = generation.machine.spec.request_id
-        repeated.exception("request %s failed by an error of this router", request_id)
+        repeated.exception("request %s failed by an error of this router", request_id, request_id=request_id)
         error = TandemError("the server made an error; its log says more", request_id=request_id)
         try:
             was_over = generation.machine.outcome is not None  # then nobody told the listener so
@@ -147,12 +147,13 @@ class Dispatcher:
             if was_over:
                 generation.listener.failed(generation.prompt_index, error)
         except Exception:
-            repeated.exception("request %s can't be cancelled either; it is forgotten", request_id)
+            text = "request %s can't be cancelled either; it is forgotten"
+            repeated.exception(text, request_id, request_id=request_id)
             self._forget(generation)
             try:
                 generation.listener.failed(generation.prompt_index, error)
             except Exception:
-                repeated.exception("request %s: nobody can be told", request_id)
+                repeated.exception("request %s: nobody can be told", request_id, request_id=request_id)
 
     # --- actions ----------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from importlib.util import find_spec
 from typing import Any
@@ -12,6 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.process.version import version
+from tandem.engine.process.watched import log_only, watched_thread
 from tandem.router.requests.request_log import HttpExchange
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class RequestTraces:
 
     def close(self) -> None:
         """Sends what has not been sent, for at most FLUSH_S. To be called off the event loop."""
-        thread = threading.Thread(target=self._provider.shutdown, name="tandem-traces", daemon=True)
+        thread = watched_thread(self._provider.shutdown, "tandem-traces", on_failure=log_only)
         thread.start()
         thread.join(FLUSH_S)
         if thread.is_alive():

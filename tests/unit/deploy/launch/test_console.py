@@ -57,14 +57,17 @@ def test_json_is_json_from_whoever_it_comes() -> None:
     console = Console(stream, "json")
     console.say("draining")
     console.child_line("node", '{"time": "t", "level": "warning", "message": "slow"}', 0)
-    console.child_line("other", '{"time": "t", "level": "warning", "message": "slow"}', 0)
-    console.child_line("node", "a library prints", 0)
-    console.progress({"node": "loading weights 5%"}, 0)
-    own, child, other, printed = map(json.loads, stream.getvalue().splitlines())
+    for index in range(8):
+        console.child_line(f"other-{index}", '{"time": "t2", "level": "warning", "message": "slow"}', 0)
+    console.child_line("other-0", "a library prints", 0)
+    console.child_line("other-0", '{"broken', 0)
+    console.progress({"node": "loading weights 5%"}, HOLD_S)
+    own, child, printed, broken, again = map(json.loads, stream.getvalue().splitlines())
     assert (own["process"], own["message"], own["level"]) == ("tandem", "draining", "info")
     assert child == {"time": "t", "level": "warning", "message": "slow", "process": "node"}
-    assert other == child | {"process": "other"}, "programs count for themselves"
-    assert (printed["process"], printed["message"]) == ("node", "a library prints")
+    assert (printed["process"], printed["message"]) == ("other-0", "a library prints")
+    assert (broken["process"], broken["message"]) == ("other-0", '{"broken')
+    assert again["message"] == ", ".join(f"other-{index}" for index in range(8)) + " said the same: slow"
 
 
 LINES = {

@@ -11,7 +11,7 @@ import pytest
 
 CODE = """
 import logging, sys
-from tandem.engine.process.process_log import start_log
+from tandem.engine.process.process_log import RateLimited, start_log
 from tandem.engine.process.process_name import name_process
 start_log()
 start_log("info", sys.argv[1])
@@ -23,6 +23,7 @@ try:
     1 / 0
 except ZeroDivisionError:
     log.exception("broke")
+    RateLimited(log).exception("request %s broke", "cmpl-7", request_id="cmpl-7")
 print(open("/proc/self/comm").read().strip() if sys.platform == "linux" else "")
 """
 
@@ -46,11 +47,13 @@ def test_a_log_is_short_and_coloured_for_people() -> None:
 
 
 def test_a_log_is_an_object_a_line_for_machines() -> None:
-    info, error = map(json.loads, shown("json")[0])
+    info, error, about = map(json.loads, shown("json")[0])
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", info.pop("time"))
     assert info == {"level": "info", "logger": "tandem.node.report", "message": "serves m"}
     assert error["level"] == "error"
     assert error["exception"].endswith("ZeroDivisionError: division by zero")
+    assert (about["id"], about["message"]) == ("cmpl-7", "request cmpl-7 broke")
+    assert "id" not in error
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names are Linux's")
