@@ -9,6 +9,7 @@ import torch
 from tandem.kernels.products.adapter_rows import AdapterRows, AdapterStack, padded_rank, sorted_rows, tiles_of
 from tandem.kernels.products.adapters import expand_eager, expand_silu_mul_eager, shrink_eager
 from tandem.kernels.products.matmul import group_gate_up
+from tandem.kernels.triton_kernels.products import adapters
 from tandem.kernels.triton_kernels.products.adapters import expand_silu_mul_triton, expand_triton, shrink_triton
 
 # Rows without an adapter, adapters of one row and of more than one tile's, rows of one far from each other.
@@ -50,10 +51,20 @@ def test_rows_take_their_own_adapters(part_sizes: tuple[int, ...], size: int, ra
     assert torch.equal(out[untouched], before[untouched])
 
 
+def test_silu_goes_over_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "BLOCKS", 3)
+    monkeypatch.setattr(adapters, "WORDS_OF_B", 512)
+    check_silu(8, 8, are_prompts=False)
+
+
 @pytest.mark.parametrize("are_prompts", [False, True])
 @pytest.mark.parametrize("group", [0, 8])
 @pytest.mark.parametrize("rank", [8, 24])
 def test_silu_takes_adapters_in(rank: int, group: int, are_prompts: bool) -> None:
+    check_silu(rank, group, are_prompts)
+
+
+def check_silu(rank: int, group: int, are_prompts: bool) -> None:
     torch.manual_seed(rank)
     stack, rows = stack_of((136, 136), 48, rank), rows_of(ADAPTERS, are_prompts)
     x, gate_up = torch.randn(30, 48), torch.randn(30, 272)

@@ -49,6 +49,7 @@ def test_compiles(case: str, capability: int) -> None:
         "SPLITS_PAD": triton.next_power_of_2(splits),
         "PLACES": adapters.PLACES,
         "BLOCK_M": 64,
+        "BLOCKS": 4,
     }
     constants["CHUNK"] = 64 if takes_tiles else adapters.CHUNK
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

@@ -4,7 +4,7 @@ T rows, K inputs, N outputs, R rank (padded), P parts (merged projections, each 
 S splits of K. Rows stand sorted by adapter, as in Punica's SGMV (arXiv 2310.18547); a place is a row's place in that
 order.
 
-Rows of decode steps are multiplied and added up without tensor cores, a few places a program, each with its own
+Rows of decode steps are multiplied and added up without tensor cores, two places a program, each with its own
 matrices: what bounds them is how many loads follow on each other, so none is longer than place, rank, matrix, and
 matrices are on their way before the kernel in front has ended (nothing but torch's copies writes them). Splits follow
 from sizes alone, so a row's sums don't depend on the rows beside it. Prompts go by tiles of rows with one adapter.
@@ -24,11 +24,11 @@ from tandem.kernels.products.adapter_rows import TILE_ROWS, AdapterRows, Adapter
 from tandem.kernels.products.fused_ops import silu_mul
 from tandem.kernels.triton_kernels.common import begin, dot, overlap
 
-# Guesses, all of them. Of decode rows: places and lanes of a program, inputs at once and of a split at least.
-PLACES, CHUNK, BLOCK_K, LEAST_INPUTS = 4, 16, 128, 256
-SPLIT_LANES = 384  # splits times lanes, at most: as many programs of 64 rows as are on the device at once
-WORDS_OF_B = 8192  # that a program of `expand` has in flight
-# Of prompts.
+# Of decode rows: places of a program, splits times lanes at most, words of B at once; docs/measurements.md#adapters.
+PLACES, SPLIT_LANES, WORDS_OF_B = 2, 384, 4096
+# Guesses: lanes of a program, inputs at once and of a split at least; blocks of outputs of a program that ends in silu.
+CHUNK, BLOCK_K, LEAST_INPUTS, BLOCKS = 16, 128, 256, 1
+# Of prompts, guesses too.
 TILE_K, TILE_LANES, TILE_SPLITS, WORDS_OF_TILE = 64, 64, 4, 4096
 NEVER = 1 << 30
 
@@ -92,24 +92,28 @@ def shrink_rows_kernel(
 
 
 @triton.jit
-def _rows_of_b(b, ranks, slot, part, outputs, inside, b_slot, rank_slot, RANK: tl.constexpr):
-    """(ranks [places], B [places, outputs, RANK]) of the slots' adapters; 0 and zeros where there is none."""
-    rank = tl.load(ranks + (slot - 1) * rank_slot + part, slot > 0, 0)
+def _rows_of_b(b, slot, rank, outputs, inside, b_slot, RANK: tl.constexpr):
+    """B [places, outputs, RANK] of the slots' adapters; zeros where there is none."""
     at = b + ((slot - 1) * b_slot)[:, None, None] + (outputs * RANK)[None, :, None] + tl.arange(0, RANK)[None, None, :]
-    return rank, tl.load(at, (rank > 0)[:, None, None] & inside[None, :, None], 0.0)
+    return tl.load(at, (rank > 0)[:, None, None] & inside[None, :, None], 0.0)
 
 
 @triton.jit
-def _added_rows(
-    low, matrix, places, part, rank, num_rows,
+def _sum_of(
+    low, places, part, rank, num_rows,
     LANES: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [places, outputs]: the splits' sum times B^T."""
+    """fp32 [places, RANK]: the sum of the splits; zeros where there is no adapter."""
     split = tl.arange(0, SPLITS_PAD)
     at = (split[:, None] * num_rows + places[None, :]) * LANES + part * RANK
     mask = (split < SPLITS)[:, None] & (rank > 0)[None, :]
-    parts = tl.load(low + at[:, :, None] + tl.arange(0, RANK)[None, None, :], mask[:, :, None], 0.0)
-    return tl.sum(matrix.to(tl.float32) * tl.sum(parts, 0)[:, None, :], 2)
+    return tl.sum(tl.load(low + at[:, :, None] + tl.arange(0, RANK)[None, None, :], mask[:, :, None], 0.0), 0)
+
+
+@triton.jit
+def _times(matrix, low):
+    """[places, outputs]: low B^T."""
+    return tl.sum(matrix.to(tl.float32) * low[:, None, :], 2)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -143,11 +147,12 @@ def expand_rows_kernel(
     slot = tl.load(slots + places, places < num_rows, 0).to(tl.int64)
     rows = tl.load(order + places, places < num_rows, 0).to(tl.int64)
     part, outputs, stop = _part_of(block, START_1, START_2, SIZE, FIRST_1, FIRST_2, BLOCK_N)
-    rank, matrix = _rows_of_b(b, ranks, slot, part, outputs, outputs < stop, b_slot, rank_slot, RANK)
+    rank = tl.load(ranks + (slot - 1) * rank_slot + part, slot > 0, 0)
+    matrix = _rows_of_b(b, slot, rank, outputs, outputs < stop, b_slot, RANK)
     _wait(PDL)
     at, mask = out + (rows * out_row)[:, None] + outputs[None, :], (rank > 0)[:, None] & (outputs < stop)[None, :]
     old = tl.load(at, mask, 0.0).to(tl.float32)
-    added = _added_rows(low, matrix, places, part, rank, num_rows, LANES, RANK, SPLITS, SPLITS_PAD)
+    added = _times(matrix, _sum_of(low, places, part, rank, num_rows, LANES, RANK, SPLITS, SPLITS_PAD))
     tl.store(at, (old + added).to(out.dtype.element_ty), mask)
 
 
@@ -171,26 +176,35 @@ def expand_silu_rows_kernel(
     SPLITS_PAD: tl.constexpr,
     PLACES: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid as in expand_rows_kernel: silu(gate + low B^T) * (up + low B^T), for rows without an adapter, too."""
+    """Grid (ceil(T / PLACES), ceil(SIZE / (BLOCKS * BLOCK_N))): silu(gate + low B^T) * (up + low B^T), for rows
+    without an adapter, too."""
     _start(PDL)
     places = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     slot = tl.load(slots + places, places < num_rows, 0).to(tl.int64)
     rows = tl.load(order + places, places < num_rows, 0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = columns < SIZE
-    rank_0, of_gate = _rows_of_b(b, ranks, slot, 0, columns, inside, b_slot, rank_slot, RANK)
-    rank_1, of_up = _rows_of_b(b, ranks, slot, 1, SIZE + columns, inside, b_slot, rank_slot, RANK)
+    gate_rank = tl.load(ranks + (slot - 1) * rank_slot, slot > 0, 0)
+    up_rank = tl.load(ranks + (slot - 1) * rank_slot + 1, slot > 0, 0)
+    start = tl.program_id(1) * (BLOCKS * BLOCK_N)
+    stop = tl.minimum(SIZE, start + BLOCKS * BLOCK_N)
+    columns = start + tl.arange(0, BLOCK_N)
+    of_gate = _rows_of_b(b, slot, gate_rank, columns, columns < stop, b_slot, RANK)
+    of_up = _rows_of_b(b, slot, up_rank, SIZE + columns, columns < stop, b_slot, RANK)
     _wait(PDL)
-    mask = (places < num_rows)[:, None] & inside[None, :]
-    at = gate_up + (rows * row)[:, None] + (columns // GROUP * (2 * GROUP) + columns % GROUP)[None, :]
-    gate = tl.load(at, mask, 0.0).to(tl.float32)
-    up = tl.load(at + GROUP, mask, 0.0).to(tl.float32)
-    gate += _added_rows(low, of_gate, places, 0, rank_0, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
-    up += _added_rows(low, of_up, places, 1, rank_1, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
-    activated = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + (rows * SIZE)[:, None] + columns[None, :], activated.to(out.dtype.element_ty), mask)
+    low_gate = _sum_of(low, places, 0, gate_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
+    low_up = _sum_of(low, places, 1, up_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
+    for _ in range(BLOCKS):
+        mask = (places < num_rows)[:, None] & (columns < stop)[None, :]
+        at = gate_up + (rows * row)[:, None] + (columns // GROUP * (2 * GROUP) + columns % GROUP)[None, :]
+        gate = tl.load(at, mask, 0.0).to(tl.float32) + _times(of_gate, low_gate)
+        up = tl.load(at + GROUP, mask, 0.0).to(tl.float32) + _times(of_up, low_up)
+        activated = gate / (1.0 + tl.exp(-gate)) * up
+        tl.store(out + (rows * SIZE)[:, None] + columns[None, :], activated.to(out.dtype.element_ty), mask)
+        columns += BLOCK_N
+        of_gate = _rows_of_b(b, slot, gate_rank, columns, columns < stop, b_slot, RANK)
+        of_up = _rows_of_b(b, slot, up_rank, SIZE + columns, columns < stop, b_slot, RANK)
 
 
 @triton.jit
@@ -366,11 +380,11 @@ def expand_silu_mul_triton(
     block = _outputs_at_once(WORDS_OF_B // (2 * PLACES), stack.rank)
     out = torch.empty((num_rows, both // 2), dtype=gate_up_TG.dtype, device=gate_up_TG.device)
     constants: dict[str, Any] = {"RANK": stack.rank, "SPLITS": low.shape[0], "BLOCK_N": block, **overlap(low.device)}
-    expand_silu_rows_kernel[(triton.cdiv(num_rows, PLACES), triton.cdiv(both // 2, block))](
+    expand_silu_rows_kernel[(triton.cdiv(num_rows, PLACES), triton.cdiv(both // 2, BLOCKS * block))](
         low, b, ranks, rows.order, rows.slots, gate_up_TG, out,
         b.stride(0), ranks.stride(0), gate_up_TG.stride(0), num_rows,
         SIZE=both // 2, GROUP=group or both // 2, SPLITS_PAD=triton.next_power_of_2(low.shape[0]), PLACES=PLACES,
-        num_warps=4, num_stages=1, **constants,
+        BLOCKS=BLOCKS, num_warps=4, num_stages=1, **constants,
     )  # fmt: skip
     return out
 
