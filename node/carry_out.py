@@ -13,6 +13,7 @@ from tandem.engine.contracts.wire.handoff import (
     KVDrained,
     KVDrainedAck,
     KVGrant,
+    KVLayers,
     KVPull,
     KVReady,
     KVWait,
@@ -40,7 +41,7 @@ from tandem.node.handoffs import Handoffs
 
 logger = logging.getLogger(__name__)
 limited = RateLimited(logger)
-_URGENT_MESSAGES = (KVPull, KVClaim, KVWait, KVGrant, KVReady, KVCommitted, KVDrained, KVDrainedAck, Submit)
+_URGENT_MESSAGES = (KVPull, KVClaim, KVWait, KVGrant, KVLayers, KVReady, KVCommitted, KVDrained, KVDrainedAck, Submit)
 _URGENT_EVENTS = (PeerUp, ReadySent, Retired, Verified, JobDone)
 
 
@@ -108,6 +109,7 @@ class Effects:
     def _on_command(self, command: TransportCommand) -> None:
         if isinstance(command, OpenGrant):
             self._transfer.sink_checks.expect(command.grant)
+            self._transfer.arrivals.expect(command.grant)
             try:
                 self._transports.open_grant(command.grant)
             except TandemError as error:  # the source is gone; its loss is on the way through the control plane
@@ -115,4 +117,5 @@ class Effects:
         else:
             assert isinstance(command, CloseGrant)
             self._transfer.sink_checks.end(command.grant_id)
+            self._transfer.arrivals.end(command.grant_id)
             self._transports.close_grant(command.grant_id)

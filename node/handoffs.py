@@ -14,7 +14,7 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.rate import Rate
-from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVPull, KVReady, KVRelease
+from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVLayers, KVPull, KVReady, KVRelease
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
 from tandem.engine.scheduling.ports import LowerTiers
 from tandem.kv_connector.protocol import outcomes
@@ -66,6 +66,8 @@ class Handoffs:
             self.sink.drop_foreign()  # the sender is a router
         elif isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
             self.sink.on_message(sender, message, now)
+        elif isinstance(message, KVLayers):
+            self.puller.on_layers(sender, message)
         elif isinstance(message, KVPull):
             self.pull_server.on_pull(sender, message, now)
         else:

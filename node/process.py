@@ -60,6 +60,7 @@ from tandem.node.carry_out import Effects, is_urgent
 from tandem.node.context import NodeContext, make_clock
 from tandem.node.control.board import LoopBoard
 from tandem.node.control.delivery import Delivery
+from tandem.node.control.events import ControlEvent, PeerLost
 from tandem.node.control.outgoing import Outgoing
 from tandem.node.control.plane import ControlPlane
 from tandem.node.control.sockets import ControlSockets, advertised
@@ -224,7 +225,7 @@ class NodeProcess:
             self.info.key,
             connect=lambda peer, on_lost: self.transports.connect(self.info, peer, on_lost),
             post_event=self._inbox.put,
-            send_ready=self._outgoing.send,
+            send=self._outgoing.send,
             on_peer_lost=lambda *lost: self._inbox.put(PeerFailed(*lost)),
             fault_injection=self.options.fault_injection,
             with_digests=self.options.digests,
@@ -267,9 +268,9 @@ class NodeProcess:
             self.options.timeouts,
             self._outgoing,
             self._board,
-            deliver=self._delivery.deliver,
+            deliver=self._deliver,
             check_peer=self._check_peer,
-            on_beat=self.launcher.beat,
+            on_beat=self._beat,
         )
 
     def _make_loop(self) -> NodeLoop:
@@ -386,6 +387,15 @@ class NodeProcess:
         if self.trace is not None:
             self.trace.message("received", message)
         self.transfer.hear(message)
+
+    def _deliver(self, event: ControlEvent) -> None:
+        if isinstance(event, PeerLost):  # the step loop may be in a step that waits for this peer
+            self.transfer.arrivals.source_lost(event.info.key)
+        self._delivery.deliver(event)
+
+    def _beat(self) -> None:
+        self.launcher.beat()
+        self.transfer.arrivals.expire(time.monotonic())
 
     def _after_turn(self) -> None:
         self._effects.apply()

@@ -13,10 +13,11 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.adapters import Adapters, LoadAdapter
 from tandem.engine.contracts.wire.connection import Status
+from tandem.engine.contracts.wire.handoff import KVPull
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Cancel, FlushBlocks, Migrate, Submit
 from tandem.engine.process.process_log import RateLimited
-from tandem.engine.scheduling.request import EngineEvent
+from tandem.engine.scheduling.request import EngineEvent, Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kv_connector.protocol.outcomes import (
     HandoffCompleted,
@@ -25,6 +26,7 @@ from tandem.kv_connector.protocol.outcomes import (
     SourceOutcome,
     failure_code,
 )
+from tandem.kv_connector.pulls.computing import PrefixComputer
 from tandem.node.adapters import AdapterDesk
 from tandem.node.control.events import NOTHING, ControlEvent, Found, PeerLost, PeerRefused, PeerUp, Received
 from tandem.node.departures import Departures
@@ -57,6 +59,7 @@ class ServingNode:
         self.precise = precise
         self.num_precise = 0
         self.departures = Departures(handoffs.source, scheduler, book)
+        self.prefixes = PrefixComputer(info, handoffs.source, handoffs.puller, scheduler.state)
         self.adapters = AdapterDesk()
         self.draining = False
 
@@ -81,6 +84,7 @@ class ServingNode:
             self.handoffs.connect(peer)
         if entry.submit.prefix is not None:
             self.handoffs.puller.want(entry.request, entry.submit.prefix)
+        self.handoffs.puller.want_computed(entry.request, entry.submit.helpers)
         self.scheduler.state.add(entry.request)
         self.book.accept(entry)
 
@@ -128,6 +132,7 @@ class ServingNode:
     def on_tick(self, now: float) -> None:
         self.handoffs.on_tick(now)
         self._take_ends(now)
+        self.prefixes.on_tick(now)
         self.departures.advance(now)
         for entry in self.book.expired(now):
             self.stop(entry, now)
@@ -157,6 +162,8 @@ class ServingNode:
             self.adapters.on_load(sender, message, event.adapter or NOTHING)
         elif isinstance(message, Adapters):
             self.adapters.on_names(sender, message)
+        elif isinstance(message, KVPull) and message.work is not None:
+            self.prefixes.begin(sender, message, message.work, not self.draining, now)
         else:
             self.handoffs.on_message(sender, message, now)
 
@@ -204,8 +211,18 @@ class ServingNode:
         while (ended := self.handoffs.next_end()) is not None:
             if isinstance(ended, SinkOutcome):
                 self.on_sink_outcome(ended)
-            elif not self.departures.on_outcome(ended, now):
+            elif not (self.departures.on_outcome(ended, now) or self.prefixes.on_outcome(ended)):
                 self._prompt_ended(ended, now)
+        for request in self.handoffs.puller.early.drain_disproved():
+            self._disprove(request, now)
+
+    def _disprove(self, request: Request, now: float) -> None:
+        """Ends a request that has begun behind KV which a peer was to compute, and did not. Nothing of it was told."""
+        text = "the node that computed the prompt's beginning did not bring it to its end"
+        entry = self.book.fail(request.key, "handoff_failed", text, retryable=True)
+        if entry is not None:
+            self.stop(entry, now)
+        self.scheduler.state.abort(request.key)
 
     def _prompt_ended(self, outcome: SourceOutcome, now: float) -> None:
         if isinstance(outcome, HandoffCompleted):
@@ -238,6 +255,7 @@ class ServingNode:
             *self.adapters.drain_outbox(),
             *self.book.drain_outbox(),
             *self.handoffs.drain_outbox(),
+            *self.prefixes.drain_outbox(),
             *self.departures.drain_outbox(),
         ]
 

@@ -173,6 +173,10 @@ def _problems_of_place(submit: Submit) -> Iterator[str]:
         yield "peer must name a node and an epoch of 64 bits"
     if submit.prefix is not None and not (_is_name(submit.prefix.peer) and 0 <= submit.prefix.num_tokens < INT32):
         yield "prefix must name a node, an epoch of 64 bits, and a number of tokens"
+    if not all(map(_is_name, submit.helpers)):
+        yield "helpers must name nodes, and epochs of 64 bits"
+    if submit.helpers and (submit.mode == "decode" or submit.media or submit.adapter or submit.is_precise):
+        yield "helpers are for prompts of text that the model computes by itself"
 
 
 def _is_name(peer: PeerRef) -> bool:

@@ -22,6 +22,7 @@ _LAZY_ENABLE_PEER_ACCESS = 1
 _FOR_ALL_DEVICES = 1
 _IN_STREAM_ORDER, _BESIDE_COMPUTATION = 1, 1
 _ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
 
 class _IpcHandle(ctypes.Structure):
@@ -184,6 +185,16 @@ def unlock_pages(device_index: int, address: int) -> None:
     library = _library()
     with _primary_context(device_index):
         _check("cuMemHostUnregister", library.cuMemHostUnregister(address), library)
+
+
+def wait_for_value(device_index: int, stream: int, address: int, least: int) -> None:
+    """Lets a stream wait until the int32 at `address`, in page-locked memory, is at least `least`. Raises
+    TransportError when the driver refuses."""
+    library = _library_of_short_calls()
+    with _primary_context(device_index):
+        wait = library.cuStreamWaitValue32_v2
+        wait.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        _check("cuStreamWaitValue32", wait(stream, address, least, _AT_LEAST), _library())
 
 
 @contextmanager

@@ -137,6 +137,7 @@ class ModelRunner:
         connector = self._connector
         if connector is not None and output.connector_meta is not None:
             connector.start_load_kv(output.connector_meta, between_layers)
+            step.find_spoiled = partial(connector.spoiled_slots, output.step_id)
         is_replayed = self._launch(output, span_parts, step)
         if connector is not None and (output.connector_meta is not None or not is_replayed):
             connector.wait_for_save()

@@ -65,6 +65,7 @@ class LaunchedStep:
     guided: GuidedSamples | None = None
     num_overflows: torch.Tensor | None = None  # int64 [1], on its way as the tokens are
     beams: frozenset[int] = frozenset()  # samples whose log-probabilities are candidates
+    find_spoiled: Callable[[], dict[int, str]] = dict  # slots whose rows lacked KV, once the step has run
     _draw_later: Callable[[], None] | None = None
 
     def put_off(self, draw: Callable[[], None]) -> None:
@@ -121,6 +122,7 @@ class LaunchedStep:
             tokens,
             failure=self.failure,
             failed_slots=self.failed_slots,
+            spoiled_slots=self.find_spoiled(),
             ended=ended,
             misled=misled,
             num_overflows=0 if self.num_overflows is None else int(self.num_overflows),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tandem.engine.blocks.pool import BlockPool
@@ -66,7 +66,7 @@ class KVAllocator:
 
     def register_full_blocks(self, request: Request, step: int | None) -> None:
         """Makes every block findable whose tokens are known and whose KV is there once `step` has run (None: now)."""
-        if not self.pool.enable_caching:
+        if not self.pool.enable_caching or request.is_doubtful:
             return
         num_full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
         if num_full <= request.num_registered_blocks:
@@ -101,14 +101,17 @@ class KVAllocator:
             return self.num_blocks_for(request.max_num_tokens) - len(request.block_ids)
         return self.num_blocks_for_beams(request) - len(request.block_ids)
 
-    def start(self, request: Request, hits: list[int], num_external_tokens: int) -> bool:
+    def start(self, request: Request, hits: list[int], num_external_tokens: int, coming: Sequence[int] = ()) -> bool:
         """Gives a request without blocks its cached prefix and, for tokens to be loaded, blocks that may be written
-        from outside; False and no change when there are too few."""
+        from outside: `coming`, if somebody does that already. False and no change when there are too few."""
         assert not request.block_ids
         began = self._now()
         self.pool.touch(hits)
         num_computed_tokens = len(hits) * self.block_size + num_external_tokens
-        loaded = self.pool.allocate_grantable(self.num_blocks_for(num_computed_tokens) - len(hits))
+        num_loaded = self.num_blocks_for(num_computed_tokens) - len(hits)
+        assert len(coming) in (0, num_loaded), "the blocks of just these tokens are on their way"
+        self.pool.touch(coming)
+        loaded = list(coming) or self.pool.allocate_grantable(num_loaded)
         self.seconds += self._now() - began
         if loaded is None:
             self.pool.free(hits, None)

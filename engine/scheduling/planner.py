@@ -176,7 +176,9 @@ class StepPlanner:
         arranged = self._state.prompt_order.arrange(started, waiting, self._state.kv.num_cached_tokens)
         chunk = self._options.contended_prefill_chunk
         # A long step would make the next prompt to come wait; and a prompt that is late anyway needs no long steps.
-        if chunk and (len(arranged) > 1 or self._state.prompt_order.has_late):
+        # One that several nodes compute is cut into as many steps as there are nodes: each waits for the one before it.
+        is_shared = any(request.has_help for request in arranged)
+        if chunk and (len(arranged) > 1 or (self._state.prompt_order.has_late and not is_shared)):
             plan.prompt_budget = min(plan.prompt_budget, chunk)
         admission = Admission()
         for request in arranged:
@@ -242,7 +244,10 @@ class StepPlanner:
         num_hit = len(hits) * self._state.block_size
         num_external = self._ask_connector(request, num_hit)
         num_loaded = self._ask_tiers(plan, request, hits, num_external)
-        if num_external is None or num_loaded is None or not self._kv.start(request, hits, num_external + num_loaded):
+        if num_external is None or num_loaded is None:
+            return False
+        coming = self._state.tiers.on_their_way(request) if num_loaded else ()
+        if not self._kv.start(request, hits, num_external + num_loaded, coming):
             return False
         self._leave_tiers(request, len(hits), num_loaded // self._state.block_size)
         if not request.was_started:

@@ -82,6 +82,9 @@ class KVConnectorWorker(Protocol):
     def wait_for_save(self) -> None:
         """Enqueues everything saved in this step and unbinds metadata; after the forward pass of each step."""
 
+    def spoiled_slots(self, step_id: int) -> dict[int, str]:
+        """Asked once a step with metadata has run: the slots whose rows lacked KV that did not come, and why."""
+
 
 Taker = Hashable  # whoever takes blocks from below: a Request, or what stands for a peer that asks
 
@@ -95,6 +98,10 @@ class LowerTiers(Protocol):
         """Called whenever `taker` could start: there are a slot and blocks for all of it. `hashes` are what it may
         take from a cache, `hits` the blocks that the pool has of them. How many tokens after the hits are loaded under
         its first step (0 unless `runs_alone`), or None: something is being loaded that it will find, ask again."""
+
+    def on_their_way(self, taker: Taker) -> Sequence[int]:
+        """The blocks of what `prepare` has just promised, where somebody writes them already; (): `taker` is to take
+        free ones."""
 
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         """`request` starts with the next step, which loads these blocks. They are its own, and were grantable."""
@@ -119,6 +126,9 @@ class NoTiers:
 
     def prepare(self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
         return 0
+
+    def on_their_way(self, taker: Taker) -> Sequence[int]:
+        return ()
 
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         raise AssertionError("there is nothing to load")

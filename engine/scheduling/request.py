@@ -98,6 +98,9 @@ class Request:
     waiting_since: float = 0.0
     is_aged: bool = False  # has waited so long that it goes before all others
     is_paused: bool = False  # keeps its slot and blocks and gets no rows: its KV is being handed to another node
+    # Some of its KV came from a peer and is not verified yet: nobody else may find its blocks, its tokens are withheld.
+    is_doubtful: bool = False
+    has_help: bool = False  # other nodes compute parts of its prompt at the same time
     was_started: bool = False
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by prompt position, until complete
     prompt_logprobs_sent: bool = False
@@ -118,6 +121,15 @@ class Request:
 
     def resume(self) -> None:
         self.is_paused = False
+
+    def get_help(self) -> None:
+        self.has_help = True
+
+    def doubt(self) -> None:
+        self.is_doubtful = True
+
+    def trust(self) -> None:
+        self.is_doubtful = False
 
     # --- where it carries a beam ----------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ yet (docs/architecture.md, "The step loop").
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -40,11 +42,13 @@ class Scheduler:
         self._planner = StepPlanner(state)
         self.work = WorkReporter(state, self._planner.prompt_s_per_token)
         self._launched: dict[int, StepBookings] = {}
+        self._withheld: list[tuple[Request, Callable[[], None]]] = []  # in order
         self._next_step = 0
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None when nothing can be launched now. A step that is returned must be executed."""
         self.pace.decided()
+        self._take_withheld()
         plan = self._planner.plan(nothing_in_flight=not self._launched)
         if not plan.rows:
             return None
@@ -79,29 +83,56 @@ class Scheduler:
         for index, (row, request) in enumerate(zip(output.rows, launched.row_requests, strict=True)):
             if row.slot in result.failed_slots and request.state is not RequestState.FINISHED:
                 self.state.give_up(request, result.failed_slots[row.slot])
+            elif row.slot in result.spoiled_slots and request.state is not RequestState.FINISHED:
+                self.state.fail(request, "handoff_failed", result.spoiled_slots[row.slot], retryable=True)
             if row.prompt_logprobs:
                 self._take_prompt_logprobs(request, row, result.prompt_logprobs.get(index, []))
         logprobs = result.logprobs or [None] * len(output.samples)
         token_ids = result.token_ids.tolist()
         sampled = zip(output.samples, launched.sampled, token_ids, logprobs, strict=True)
         for index, (sample, request, token_id, entry) in enumerate(sampled):
-            request.num_in_flight -= 1
-            is_wanted = request.beams is not None or sample.sample_index in request.sample_indices
-            if request.state is RequestState.FINISHED or not is_wanted:
-                continue
-            if index in result.misled:
-                self.state.fail(request, "invalid_request", result.misled[index])
-                continue
-            try:
-                if index in result.candidates:
-                    self._take_candidates(request, sample, token_id, result.candidates[index])
-                else:
-                    self._take_token(request, sample, token_id, entry, index in result.ended)
-            except Exception:
-                text, name = "request %s attempt %d failed at a token", request.key
-                limited.exception(text, *name, key="token", request_id=name.request_id)
-                self.state.give_up(request, "the node can't take this request's token in; its log says why")
+            if request.is_doubtful:
+                self._withheld.append((request, partial(self._take, request, sample, token_id, entry, result, index)))
+            else:
+                self._take(request, sample, token_id, entry, result, index)
         return self.state.take_events()
+
+    def _take_withheld(self) -> None:
+        """Takes in the tokens of requests whose KV has been verified meanwhile, and drops those of others that ended.
+        Until then they count as in flight."""
+        withheld, self._withheld = self._withheld, []
+        for request, take in withheld:
+            if request.is_doubtful and request.state is not RequestState.FINISHED:
+                self._withheld.append((request, take))
+            else:
+                take()
+
+    def _take(
+        self,
+        request: Request,
+        sample: SampleRow,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        result: RunnerOutput,
+        index: int,
+    ) -> None:
+        """Takes in what sample number `index` of a step drew."""
+        request.num_in_flight -= 1
+        is_wanted = request.beams is not None or sample.sample_index in request.sample_indices
+        if request.state is RequestState.FINISHED or not is_wanted:
+            return
+        if index in result.misled:
+            self.state.fail(request, "invalid_request", result.misled[index])
+            return
+        try:
+            if index in result.candidates:
+                self._take_candidates(request, sample, token_id, result.candidates[index])
+            else:
+                self._take_token(request, sample, token_id, logprobs, index in result.ended)
+        except Exception:
+            text, name = "request %s attempt %d failed at a token", request.key
+            limited.exception(text, *name, key="token", request_id=name.request_id)
+            self.state.give_up(request, "the node can't take this request's token in; its log says why")
 
     def written_by(self, output: SchedulerOutput) -> list[WrittenSlots]:
         """The slots of blocks that a launched step wrote and that somebody may still find: by hash, or as a request
@@ -134,6 +165,7 @@ class Scheduler:
     def assert_empty(self) -> None:
         self.state.assert_empty()
         assert not self._launched, "a launched step was not read"
+        assert not any(request.is_doubtful for request, _ in self._withheld), "who is gone keeps tokens"
 
     # --- results --------------------------------------------------------------------------------------------
 
@@ -180,4 +212,5 @@ class Scheduler:
     def _take_first(self, request: Request, token: FirstToken) -> None:
         request.first_tokens.append(token)
         if len(request.first_tokens) == len(request.sample_indices):
+            self.state.kv.register_full_blocks(request, request.last_step)  # if it was doubtful when it was launched
             self.state.finish(request)

@@ -176,6 +176,7 @@ class RunnerOutput:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failure: str | None = None  # why nothing was computed: the step's requests end with it
     failed_slots: dict[int, str] = field(default_factory=dict)  # whose sequence alone ends, and why
+    spoiled_slots: Mapping[int, str] = field(default_factory=dict)  # whose rows lacked KV, and why
     ended: Collection[int] = ()  # samples whose token is the last that their grammar has room for
     misled: Mapping[int, str] = field(default_factory=dict)  # samples whose grammar can't be followed, and why
     candidates: dict[int, Candidates] = field(default_factory=dict)  # of samples that are beams

@@ -63,6 +63,7 @@ class BlockPush:
     num_valid: tuple[int, ...]
     step_id: int = -1
     first_slots: tuple[int, ...] = ()
+    is_awaited: bool = False  # pushed by layers, it completes a grant whose sink is told of each
 
     @property
     def grant_id(self) -> int:
@@ -82,6 +83,16 @@ class LayerLoad(Protocol):
         """Starts the copies; layer index -> event after which that layer is complete. Does not block."""
 
 
+@dataclass(frozen=True, slots=True)
+class ArrivingKV:
+    """KV that a peer writes under `grant_id` while it computes it. The row in `slot` needs each layer of it, and waits
+    until `deadline` (monotonic seconds) at most."""
+
+    grant_id: int
+    slot: int
+    deadline: float
+
+
 class StepMoves(StepMeta, frozen=True):
     """The KV moves that go with one step. `whole` is queued before the step's first layer push; if `by_layer` is False,
     what the step itself completes is in `whole` too, and goes out behind the step.
@@ -93,6 +104,7 @@ class StepMoves(StepMeta, frozen=True):
     pushes: tuple[BlockPush, ...] = ()
     whole: tuple[BlockPush, ...] = ()
     loads: tuple[LayerLoad, ...] = ()
+    arriving: tuple[ArrivingKV, ...] = ()
     is_pushed: bool = True
 
 

@@ -53,6 +53,7 @@ class SinkLine:
         """Takes a claim in. That of a pull says how much the source has; a repetition must say the same."""
         if record.kind is HandoffKind.PULL:
             num_blocks, rest = divmod(claim.num_prompt_tokens, self._ledger.block_size)
+            num_blocks -= record.first_block
             fits = not rest and 0 < num_blocks <= record.most_blocks
             if not fits or record.num_tokens not in (0, claim.num_prompt_tokens):
                 self._ledger.counters.foreign_messages += 1
@@ -178,7 +179,7 @@ class SinkLine:
                 source_epoch=record.machine.source_epoch,
                 sink_id=self._ledger.info.node_id,
                 sink_epoch=self._ledger.info.epoch,
-                first_block=len(record.hits),
+                first_block=record.first_block + len(record.hits),
                 block_ids=tuple(blocks),
                 num_prompt_tokens=record.num_tokens,
                 lease_s=self._lease_s,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
-from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVReady, KVRelease
+from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVGrant, KVReady, KVRelease
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.scheduling.request import Request
@@ -90,14 +90,29 @@ class SinkManager:
         self.line.settle(record)
         return num_cached
 
-    def fetch(self, key: AttemptKey, source: PeerRef, most_blocks: int, deadline: float, now: float) -> None:
+    def fetch(
+        self, key: AttemptKey, source: PeerRef, most_blocks: int, deadline: float, now: float, first_block: int = 0
+    ) -> None:
         """Expects `source` to claim up to `most_blocks` whole blocks, which this node is about to ask it for. Ends in
-        Fetched or NotFetched; no later than at `deadline`, unless cancelled."""
+        Fetched or NotFetched; no later than at `deadline`, unless cancelled. `first_block`: the source computes them,
+        and claims those before, too, which are here."""
         self.ledger.at(now)
         record = self.ledger.open(key)
         record.source_id, record.deadline, record.expected_at = source.node_id, deadline, now
-        record.kind, record.most_blocks = HandoffKind.PULL, most_blocks
+        record.kind, record.most_blocks, record.first_block = HandoffKind.PULL, most_blocks, first_block
         self.actions.run(record, record.machine.on_submit(source.epoch))
+
+    def grant_of(self, key: AttemptKey) -> KVGrant | None:
+        """The grant under which the source may be writing now; None: it may not."""
+        record = self.ledger.records.get(key)
+        return record.grant if record is not None and record.machine.state in _UNDER_WAY else None
+
+    def use_early(self, key: AttemptKey) -> tuple[int, ...]:
+        """Says that the blocks of a granted pull, which are returned, are used while they are written: bytes that
+        differ end the pull, since sending them again would be too late."""
+        record = self.ledger.records[key]
+        record.is_used_early = True
+        return tuple(record.granted)
 
     def is_unanswered(self, key: AttemptKey) -> bool:
         """Whether the source has sent nothing yet in this hand-off."""
@@ -245,6 +260,8 @@ class SinkManager:
         if event.bad_indices:
             self.counters.digest_mismatches += 1
             record.reason = outcomes.RECOMPUTING
+            if record.is_used_early:
+                self.actions.run(record, record.machine.on(E.DEADLINE))
         self.actions.run(record, record.machine.on_verified(event.grant_id, event.round, not event.bad_indices))
         self.line.settle(record)
 

@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 TOMBSTONE_S = 120.0  # a guess
 # States that wait for the transfer thread of this process. They alone have no deadline: see _warn_of_slow_retire.
 _BEING_RETIRED = (S.DRAINING, S.RETIRING)
+_LIVE = (S.IDLE, S.CLAIMING, S.PARKED, S.PARKED_DONE, S.PUSHING, S.FINALIZING, S.READY)
 _SENDS_AGAIN = (S.CLAIMING, S.PARKED, S.PARKED_DONE, S.READY, S.DRAINING, S.DRAINED)
 
 
@@ -72,10 +73,12 @@ class SourceManager:
 
     # --- requests -------------------------------------------------------------------------------------------
 
-    def expect(self, key: AttemptKey, peer: PeerRef, num_prompt_tokens: int, deadline: float) -> None:
+    def expect(
+        self, key: AttemptKey, peer: PeerRef, num_prompt_tokens: int, deadline: float, is_awaited: bool = False
+    ) -> None:
         """Announces a prompt that will be handed to `peer`, before the scheduler gets it. `deadline`: monotonic
-        seconds."""
-        self._add(key, HandoffKind.PROMPT, peer, num_prompt_tokens, deadline)
+        seconds. `is_awaited`: the peer is told of each layer that is there."""
+        self._add(key, HandoffKind.PROMPT, peer, num_prompt_tokens, deadline).is_awaited = is_awaited
 
     def cancel(self, key: AttemptKey, now: float) -> None:
         self.ledger.at(now)
@@ -236,6 +239,10 @@ class SourceManager:
     def knows(self, key: AttemptKey) -> bool:
         """Whether this hand-off exists, or ended less than TOMBSTONE_S ago."""
         return key in self.ledger.records
+
+    def is_live(self, key: AttemptKey) -> bool:
+        """Whether this hand-off may still end in an outcome."""
+        return key in self.ledger.records and self.ledger.records[key].machine.state in _LIVE
 
     def check_integrity(self) -> None:
         self.ledger.check_integrity()

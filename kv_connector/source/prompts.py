@@ -43,6 +43,8 @@ class PushedPrompts:
             self._peers.note_block_sizes(record)
             self._actions.run(record, record.machine.on(E.CLAIM))
         state = record.machine.state
+        if state is S.CLAIMING and record.is_awaited:
+            return None  # without a grant nothing could be pushed layer by layer
         if state is S.CLAIMING:
             assert record.hold is not None, "it has claimed"
             if not reservations.may_park(record.hold, self._max_parked):
@@ -75,7 +77,9 @@ class PushedPrompts:
                 continue
             pushing = record.machine.state is S.PUSHING
             awaits_grant |= record.machine.state in _AWAITS_GRANT
-            before = record.take_whole_push(row.start, record.last_step) if pushing else None
+            # What comes from a peer while the step runs is awaited layer by layer as its own blocks are.
+            goes_ahead = pushing and not record.is_awaited
+            before = record.take_whole_push(row.start, record.last_step) if goes_ahead else None
             whole += [before] if before is not None else []
             record.step_built(output.step_id, row.start + row.num_tokens)
             is_small = row.num_tokens <= self._whole_up_to

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tandem.engine.blocks.reservations import Hold
 from tandem.engine.contracts.keys import AttemptKey
@@ -54,6 +54,7 @@ class SourceRecord:
     first_tokens: tuple[FirstToken, ...] = ()
     ready: KVReady | None = None
     continuation: Continuation | None = None  # how a sequence goes on; set when it stands still
+    is_awaited: bool = False  # the sink needs it layer by layer
     is_flushed: bool = True  # whether all that was pushed of a sequence has arrived
 
     @property
@@ -84,7 +85,10 @@ class SourceRecord:
 
     def take_layer_push(self) -> BlockPush | None:
         """The push of the blocks that the step built last completes. Call `take_whole_push` for older blocks first."""
-        return self._take(self._num_complete(self.num_computed_tokens), self.last_step)
+        push = self._take(self._num_complete(self.num_computed_tokens), self.last_step)
+        if push is not None and self.is_awaited and self.num_pushed_blocks == self.num_sink_blocks:
+            return replace(push, is_awaited=True)
+        return push
 
     def take_whole_push(self, num_tokens: int, step_id: int) -> BlockPush | None:
         """The push of all blocks complete within `num_tokens` that were not pushed; step `step_id` is the last to write

@@ -48,6 +48,8 @@ class ConnectorWorker:
         assert self._meta is None, "wait_for_save ends a step before the next one starts"
         assert isinstance(meta, StepMoves), f"no part of this connector made {meta}"
         self._start_loads(meta.loads)
+        for layer, events in self._transfer.arrivals.events(meta.step_id, meta.arriving).items():
+            self._load_events.setdefault(layer, []).extend(events)
         if meta.is_pushed:
             self._meta, self._between_layers = meta, between_layers
             self._queue_whole([push for push in meta.whole if push.step_id < meta.step_id])
@@ -84,6 +86,9 @@ class ConnectorWorker:
         if meta is not None:
             self._keep_step(meta, layer_events, done)
             self._queue_whole([push for push in meta.whole if push.step_id >= meta.step_id])
+
+    def spoiled_slots(self, step_id: int) -> dict[int, str]:
+        return self._transfer.arrivals.spoiled(step_id)
 
     def push_between_steps(self, push: BlockPush) -> None:
         """A push that travels with no step: its grant came late. If the step that writes its blocks may still run, each

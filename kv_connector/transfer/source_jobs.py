@@ -25,6 +25,7 @@ from tandem.kv_connector.protocol.jobs import (
     Retired,
     TransferEvent,
 )
+from tandem.kv_connector.transfer.announcer import LayerAnnouncer
 from tandem.kv_connector.transfer.channels import PeerChannels
 from tandem.kv_connector.transfer.digests import SentDigests
 from tandem.kv_connector.transfer.grant_book import GrantBook
@@ -48,7 +49,7 @@ SourceWork = BlockPush | LayersJob | Flush | Finalize
 
 class SourceJobs:
     """Runs a source's jobs on the transfer thread; on CUDA in its stream of pushes. `counters`, `post_event` and
-    `send_ready` are TransferWorker's; `source` is this node."""
+    `send` are TransferWorker's; `source` is this node."""
 
     def __init__(
         self,
@@ -58,15 +59,17 @@ class SourceJobs:
         pusher: Pusher,
         digests: SentDigests,
         post_event: Callable[[TransferEvent], None],
-        send_ready: Callable[[NodeKey, KVReady], None],
+        send: Callable[[NodeKey, KVReady], None],
         counters: dict[str, float],
         trace: HandoffTrace | None,
         stream: torch.cuda.Stream | None,
+        announcer: LayerAnnouncer,
     ) -> None:
         self._source = source
         self._channels, self._book, self._pusher, self._digests = channels, book, pusher, digests
-        self._post_event, self._send_ready = post_event, send_ready
+        self._post_event, self._send = post_event, send
         self._counters, self._trace, self._stream = counters, trace, stream
+        self._announcer = announcer
 
     def run(self, job: SourceWork, written: torch.cuda.Event | None) -> None:
         """Runs one job. A push waits on the device for the event `written`. A job of a grant that is over is
@@ -122,6 +125,8 @@ class SourceJobs:
         way = self._channels.of(push.grant)
         if self._pusher.reshaper_to(way.layout) is None and not self._book.is_over(push.grant_id):
             self._digests.pushed(push, way.channel, layers, written)
+        if push.is_awaited and layers is not None:
+            self._announcer.pushed(push.grant, layers.stop, way.channel)
 
     def _flush(self, job: Flush) -> None:
         self._channels.of(job.grant).channel.flush(job.grant)
@@ -170,7 +175,7 @@ class SourceJobs:
         )
         if self._book.is_over(grant.grant_id):
             return
-        self._send_ready(grant.sink, ready)
+        self._send(grant.sink, ready)
         self._post_event(ReadySent(job.key, grant.grant_id, ready))
         if self._trace is not None:
             self._trace.end_of_pushes(job.key, self._stream is not None)

@@ -19,13 +19,15 @@ import torch
 
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVLayout
-from tandem.engine.contracts.wire.handoff import KVReady
+from tandem.engine.contracts.wire.handoff import KVLayers, KVReady, KVRelease
 from tandem.engine.contracts.wire.parts import Message, NodeInfo
 from tandem.kernels.blocks.digest import BlockSums, block_digests
 from tandem.kernels.blocks.push_blocks import can_push, list_pairs, push_blocks
 from tandem.kv_connector.layouts.geometry import pool_stride_bytes
 from tandem.kv_connector.layouts.rank_pools import RankPools
 from tandem.kv_connector.protocol.jobs import BlockPush, Retire, SumArrived, TransferEvent, TransferJob, Verify
+from tandem.kv_connector.transfer.announcer import LayerAnnouncer
+from tandem.kv_connector.transfer.arrivals import Arrivals
 from tandem.kv_connector.transfer.channels import Connect, PeerChannels
 from tandem.kv_connector.transfer.digests import SentDigests
 from tandem.kv_connector.transfer.grant_book import GrantBook
@@ -45,7 +47,7 @@ _Item = tuple[_Job, torch.cuda.Event | None]
 class TransferWorker:
     """The transfer thread. `connect(peer, on_lost)` opens a channel (NodeTransports.connect, bound to our NodeInfo).
 
-    `post_event` and `on_peer_lost(sink, reason)` are called from this thread or a transport's; `send_ready`
+    `post_event` and `on_peer_lost(sink, reason)` are called from this thread or a transport's; `send`
     (sink, message) from this thread. None of the three may block.
     """
 
@@ -56,7 +58,7 @@ class TransferWorker:
         source: NodeKey,
         connect: Connect,
         post_event: Callable[[TransferEvent], None],
-        send_ready: Callable[[NodeKey, KVReady], None],
+        send: Callable[[NodeKey, KVReady | KVLayers], None],
         on_peer_lost: OnLost,
         fault_injection: str = "",
         with_digests: bool = True,
@@ -88,10 +90,12 @@ class TransferWorker:
         )  # fmt: skip
         self.sent_digests = SentDigests(pool, layout, self.counters, with_digests)
         self._pusher = Pusher(pool, layout, self._channels, self._book, self.counters, self.sent_digests, trace, ranks)
+        self._announcer = LayerAnnouncer(source, self._book, send, pool.device)
         self._source_jobs = SourceJobs(
             source, self._channels, self._book, self._pusher, self.sent_digests,
-            post_event, send_ready, self.counters, trace, self._stream,
+            post_event, send, self.counters, trace, self._stream, self._announcer,
         )  # fmt: skip
+        self.arrivals = Arrivals(pool.shape[2], pool.device)
         self.sink_checks = SinkChecks(pool, layout, ranks, self.counters)
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
@@ -147,6 +151,8 @@ class TransferWorker:
 
     def hear(self, message: Message) -> None:
         """Takes a message of the control connection ahead of the step loop, which may be busy with a launch."""
+        if isinstance(message, KVLayers | KVReady | KVRelease):
+            self.arrivals.hear(message)
         if isinstance(message, KVReady):
             self.submit(SumArrived(message))
 
@@ -197,11 +203,12 @@ class TransferWorker:
                 return self._jobs.get(timeout=wait_s)
             except queue.Empty:
                 written = self._waiting.take_written()
+            self._announcer.announce_arrived()
             if written is not None:
                 self._run_job(*written)
                 wait_s = 0.0
             else:
-                wait_s = WRITTEN_POLL_S if self._waiting else None
+                wait_s = WRITTEN_POLL_S if self._waiting or self._announcer.is_waiting else None
 
     def _run_job(self, job: _Job, written: torch.cuda.Event | None) -> None:
         self.counters["kv_jobs"] += 1

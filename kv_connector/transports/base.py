@@ -94,6 +94,7 @@ class Channel(Protocol):
     peer: NodeKey
     max_write_bytes: int  # a longer push is split, so that the end of its grant is noticed between two writes
     sums_blocks: bool  # whether writes take up `sums` while they read the blocks
+    writes_in_stream: bool  # on CUDA: whether a write has arrived when the stream that it was made on gets there
     sums_layers: bool  # whether also writes of some layers do, beside a computation that this does not slow down
 
     def write(self, write: Write, pool_NHLPBD: torch.Tensor | None = None) -> None:

@@ -66,6 +66,7 @@ class FaultInjector:
         self.peer = channel.peer
         self.max_write_bytes = channel.max_write_bytes
         self.sums_blocks, self.sums_layers = channel.sums_blocks, channel.sums_layers
+        self.writes_in_stream = channel.writes_in_stream
 
     def write(self, write: Write, pool_NHLPBD: torch.Tensor | None = None) -> None:
         self._num_writes += 1

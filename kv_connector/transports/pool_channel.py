@@ -17,7 +17,7 @@ from tandem.kv_connector.transports.base import MAX_WRITE_BYTES, OnLost, Registe
 class PoolChannel(ABC):
     """Checks each write against its grant, and reports the loss of the peer once."""
 
-    sums_blocks = sums_layers = False
+    sums_blocks = sums_layers = writes_in_stream = False
 
     def __init__(self, source: RegisteredPool, peer: NodeKey, on_lost: OnLost) -> None:
         self.source = source

@@ -114,6 +114,7 @@ _COUNTERS = {
     "pull_completed": ("pulls_completed", "Prefixes that came"),
     "pull_failed": ("pulls_failed", "Prefixes that did not come"),
     "pull_declined": ("pulls_declined", "Prefixes not asked for: computing was faster"),
+    "pull_early": ("pulls_early", "Prompts begun while another node computed their beginning"),
     "pull_tokens": ("pulled_tokens", "Tokens that pulls brought"),
     "pull_seconds": ("pull_seconds", "Seconds from question to arrival, of pulls that came"),
     "pull_served_blocks": ("pull_served_blocks", "Blocks given to other nodes' pulls"),

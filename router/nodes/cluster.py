@@ -29,8 +29,9 @@ from tandem.router.nodes.discovery import NodeDiscovery
 from tandem.router.nodes.link import AboutAdapters, NodeLink, RequestMessage, Verb
 from tandem.router.nodes.node_socket import new_context
 from tandem.router.placing.elastic import Plan
-from tandem.router.placing.elastic_finder import find_elastic, plans, told_of
+from tandem.router.placing.elastic_finder import find_elastic, plans
 from tandem.router.placing.fleet_need import FleetNeed
+from tandem.router.placing.helpers import with_helpers
 from tandem.router.placing.placement import Placement, PlacementRequest, find_placement, offers
 from tandem.router.placing.policies import Choice, make_policy
 from tandem.router.placing.readiness import describe, difference, missing_roles, other_tokenizer
@@ -239,15 +240,15 @@ class Cluster:
 
     def place(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> Placement | None:
         self._hear_siblings(now)
-        cached = self._cached_tokens(block_hashes)
-        tail = self._options.local_tail_tokens
-        placement = find_elastic(request, self.serving(), cached, now) if self._is_elastic else None
+        cached, nodes, options = self._cached_tokens(block_hashes), self.serving(), self._options
+        placement = find_elastic(request, nodes, cached, now) if self._is_elastic else None
         if placement is None:
-            placement = find_placement(request, self.serving(), cached, tail, self._policy, now)
+            placement = find_placement(request, nodes, cached, options.local_tail_tokens, self._policy, now)
         if placement is not None:
             self.need.placed(placement.plan)
-            for told, choice in zip(told_of(placement, request), placement.choices, strict=True):
-                self._note(choice.node, told, now)
+            placement, counted = with_helpers(placement, request, nodes, options.prefill_nodes_per_prompt)
+            for node, told in counted:
+                self._note(node, told, now)
                 if self._siblings is not None:
                     self._siblings.tell(told)
         return placement

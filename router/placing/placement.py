@@ -59,11 +59,13 @@ class Placement(msgspec.Struct, frozen=True):
     choices: tuple[Choice, ...] = ()  # one for each of the nodes above; last that of the node that computes the prompt
     prefix: PrefixHint | None = None  # for whoever computes the prompt
     plan: Plan | None = None  # that it comes from, where the elastic rule placed
+    helpers: tuple[PeerRef, ...] = ()  # who may compute its beginning at the same time
 
     def explanation(self) -> str:
         """One line of ASCII for people: what was chosen and what it was expected to cost."""
         foreseen = [] if self.plan is None else [self.plan.explanation()]
-        return "; ".join([self.reason, *foreseen, *(choice.explanation() for choice in self.choices)])
+        helped = [f"helped by {','.join(each.node_id for each in self.helpers)}"] if self.helpers else []
+        return "; ".join([self.reason, *foreseen, *(choice.explanation() for choice in self.choices), *helped])
 
 
 def find_placement(

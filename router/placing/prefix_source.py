@@ -54,7 +54,7 @@ def best_holder(
             tokens = min(tokens, num_prompt_tokens - 1) - held
             one_way = by_peer.get(peer.info.node_id)
             saved = tokens * (gain if one_way is None else node.prefill_s_per_token - one_way)
-            if saved > most and not peer.lost and _fits(node, peer):
+            if saved > most and not peer.lost and keeps_blocks(node, peer):
                 best, most = peer, saved
     return best
 
@@ -63,7 +63,7 @@ def pull_s_per_token(node: NodeView, peer: NodeView) -> float:
     return node.status.fetch_s_per_token_from.get(peer.info.node_id) or node.fetch_s_per_token
 
 
-def _fits(node: NodeView, peer: NodeView) -> bool:
+def keeps_blocks(node: NodeView, peer: NodeView) -> bool:
     """Whether blocks can be pulled as they are: both nodes keep the same numbers in blocks of the same size."""
     ours, theirs = node.info.layout, peer.info.layout
     same_blocks = ours is theirs or (

@@ -59,6 +59,8 @@ def to_placed(base: Submit, attempt: Attempt, placement: Placement) -> list[Acti
     """Sends `base` to the nodes that `attempt` was placed on; each learns of the other."""
     assert attempt.primary is not None
     computes = msgspec.structs.replace(base, prefix=placement.prefix) if placement.prefix is not None else base
+    if placement.helpers and not (base.media or base.adapter):
+        computes = msgspec.structs.replace(computes, helpers=placement.helpers)
     if placement.prefill is None:
         return [SendToNode(attempt.primary, computes)]
     assert attempt.prefill is not None

@@ -213,6 +213,7 @@ class Client:
         deadline_s: float = 2 * PATIENCE_S,
         holder: NodeInfo | None = None,
         num_held: int = 0,
+        helpers: Sequence[NodeInfo] = (),
         salt: bytes = b"",
         cache_share: float = 1.0,
         media: tuple[MediaItem, ...] = (),
@@ -220,7 +221,7 @@ class Client:
         is_precise: bool = False,
     ) -> Result:
         """With `prefill` split over two nodes, else on `decode` alone. `holder`: whom to pull its prefix from, of which
-        it is said to have `num_held` tokens (0: all)."""
+        it is said to have `num_held` tokens (0: all). `helpers`: who may compute its beginning."""
         result = self.results[request_id, attempt] = Result(
             num_samples=len(samples), first_index=None if prefill is None or sampling.beam_width else num_prior
         )
@@ -238,6 +239,7 @@ class Client:
                 deadline_s=deadline_s,
                 peer=None if peer is None else _ref(peer),
                 prefix=None if holder is None else PrefixHint(_ref(holder), num_held or len(prompt)),
+                helpers=() if mode == "decode" else tuple(map(_ref, helpers)),
                 salt=salt,
                 cache_share=cache_share,
                 media=media,

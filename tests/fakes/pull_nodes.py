@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -40,8 +40,11 @@ class Nodes:
         holder: int | None = None,
         holder_info: NodeInfo | None = None,
         salt: bytes = b"",
+        helpers: Sequence[int] = (),
+        helper_infos: Sequence[NodeInfo] = (),
     ) -> Result:
-        """On node `on`, its prompt on `prefill`, whichever of them computes it pulling from the holder."""
+        """On node `on`, its prompt on `prefill`, whichever of them computes it pulling from the holder, or with the
+        help of others."""
         infos = [node.info for node in self.nodes]
         return self.client.submit(
             f"r{next(self._names)}",
@@ -51,6 +54,7 @@ class Nodes:
             prefill=None if prefill is None else infos[prefill],
             holder=holder_info if holder is None else infos[holder],
             salt=salt,
+            helpers=[*helper_infos, *(infos[node] for node in helpers)],
         )
 
     def check(self, result: Result, prompt: list[int]) -> Result:

@@ -20,6 +20,7 @@ from tandem.engine.contracts.wire.handoff import (
     KVDrained,
     KVDrainedAck,
     KVGrant,
+    KVLayers,
     KVPull,
     KVReady,
     KVRefused,
@@ -46,7 +47,7 @@ from tandem.engine.contracts.wire.requests import (
 )
 
 # Two nodes share one connection, whoever made it, and each may be source and sink: hand-offs go either way on it.
-OfSource = KVClaim | KVReady | KVRelease | KVDrained
+OfSource = KVClaim | KVLayers | KVReady | KVRelease | KVDrained
 
 OfSink = KVPull | KVWait | KVGrant | KVCommitted | KVResend | KVRefused | KVDrainedAck
 

@@ -9,7 +9,7 @@ from tandem.engine.contracts.wire.parts import (
 )
 from tandem.engine.contracts.wire.work import NodeReport
 
-WIRE_VERSION = 13
+WIRE_VERSION = 14
 
 
 class Hello(Message, frozen=True, kw_only=True):

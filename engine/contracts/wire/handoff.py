@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.engine.contracts.keys import NodeKey
-from tandem.engine.contracts.wire.parts import AttemptMessage, Continuation, Count, FirstToken, Seconds
+from tandem.engine.contracts.wire.parts import AttemptMessage, Continuation, Count, FirstToken, PrefixWork, Seconds
 
 
 class KVPull(AttemptMessage, frozen=True, kw_only=True):
@@ -12,7 +12,8 @@ class KVPull(AttemptMessage, frozen=True, kw_only=True):
 
     Its name is this hand-off's own: no request's of a router.
     `block_hashes`: 16 bytes a block of the sink's size, from the first block of the prompt on; blocks from
-    `first_block` on are wanted. `deadline_s`: how long the sink will wait.
+    `first_block` on are wanted. `deadline_s`: how long the sink will wait. With `work`, the source is to compute these
+    blocks now, or to refuse; its claim names the whole beginning then, as that of a prompt does.
     """
 
     source_epoch: int
@@ -20,6 +21,7 @@ class KVPull(AttemptMessage, frozen=True, kw_only=True):
     first_block: Count
     block_hashes: bytes
     deadline_s: Seconds
+    work: PrefixWork | None = None
 
 
 class KVClaim(AttemptMessage, frozen=True, kw_only=True):
@@ -62,6 +64,16 @@ class KVGrant(AttemptMessage, frozen=True, kw_only=True):
     @property
     def sink(self) -> NodeKey:
         return NodeKey(self.sink_id, self.sink_epoch)
+
+
+class KVLayers(AttemptMessage, frozen=True, kw_only=True):
+    """Source -> sink: the first `num_layers` layers of all granted blocks are written. Sent for what is computed for a
+    sink that needs it layer by layer; not answered, since a KVReady follows that says the same of all layers."""
+
+    grant_id: int
+    grant_signature: bytes
+    source_epoch: int
+    num_layers: Count
 
 
 class KVReady(AttemptMessage, frozen=True, kw_only=True):

@@ -145,6 +145,17 @@ class PrefixHint(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
+class PrefixWork(msgspec.Struct, frozen=True):
+    """A prompt's beginning, to be computed for whoever needs its KV, if need be with the help of other nodes. The rest
+    says who may find its blocks, as in Submit."""
+
+    token_ids: bytes  # int32 little-endian, whole blocks
+    helpers: tuple[PeerRef, ...] = ()  # as in Submit
+    salt: bytes = b""
+    num_public_tokens: int = 0
+    context: bytes = b""
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position: the chosen token first, then the top k, best first (ids may repeat)."""
 

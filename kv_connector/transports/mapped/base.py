@@ -200,6 +200,7 @@ class MappedChannel(PoolChannel):
         self._mapping = mapping
         self.max_write_bytes = mapping.max_write_bytes
         self.sums_blocks, self.sums_layers = mapping.sums_blocks, mapping.sums_layers
+        self.writes_in_stream = True
         self._watch: Watch | None = None
 
     def watch_peer(self, process: ProcessRef) -> None:

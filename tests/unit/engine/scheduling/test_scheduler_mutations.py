@@ -145,8 +145,8 @@ def a_block_is_shared_within_its_own_step(patch: Patch) -> None:
     """As if the hash table were filled while the step is still being planned."""
     start = KVAllocator.start
 
-    def start_and_register(self: KVAllocator, request: Request, hits: list[int], num_external: int) -> bool:
-        if not start(self, request, hits, num_external) or not self.grow(request, request.num_tokens):
+    def start_and_register(self: KVAllocator, request: Request, hits: list[int], *others: object) -> bool:
+        if not start(self, request, hits, *others) or not self.grow(request, request.num_tokens):
             return False
         self.extend_hashes(request)
         for index in range(len(hits), request.num_tokens // self.block_size):

@@ -29,6 +29,7 @@ class SummingChannel:
     """A real channel, and sums as the kernel adds them up: words that are not moved count as zeros."""
 
     sums_blocks = sums_layers = True
+    writes_in_stream = False
 
     def __init__(self, channel) -> None:
         self.channel, self.source, self.num_summed = channel, channel.source, 0

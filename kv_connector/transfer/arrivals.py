@@ -1,0 +1,199 @@
+"""KV that a peer writes into this node's pool while a step that needs it runs: how many layers of it have come.
+
+The thread for messages hears of each layer (KVLayers) and notes it here. On CUDA the note is a number in mapped memory
+for which the step's stream waits, layer by layer; nothing on the host does. On CPU a step computes where it is
+launched, so it waits there. What doesn't come lets the step go on, whose row is then spoiled: its request fails before
+anything of it is told.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from tandem.engine.contracts.keys import NodeKey
+from tandem.engine.contracts.wire.handoff import KVGrant, KVLayers, KVReady, KVRelease
+from tandem.engine.device.cuda_driver import wait_for_value
+from tandem.kv_connector.protocol.jobs import ArrivingKV, LoadEvent
+
+MAX_FLAGS = 4096  # steps at a time that may wait; a guess
+LET_GO = (1 << 31) - 1  # more layers than there are: whoever waits goes on
+
+
+class _Arriving:
+    """One grant: how many of its layers are written. `flag_1` (int32, page-locked) says so to a step on a device."""
+
+    def __init__(self, grant: KVGrant) -> None:
+        self.grant = grant
+        self.num_layers = 0
+        self.is_spoiled = False
+        self.deadline = 0.0  # of the step that waits; 0.0: none does
+        self.flag_1: torch.Tensor | None = None
+
+    def await_until(self, deadline: float, flag_1: torch.Tensor | None = None) -> None:
+        """Notes that a step waits until `deadline` at most; 0.0: none does any more."""
+        self.deadline, self.flag_1 = deadline, flag_1
+        self.note(self.num_layers)
+
+    def let_go(self, num_all: int) -> bool:
+        """Lets whoever waits go on; returns whether layers were missing."""
+        if self.num_layers >= num_all:
+            return False
+        self.is_spoiled = True
+        self.note(LET_GO)
+        return True
+
+    def note(self, num_layers: int) -> None:
+        self.num_layers = max(self.num_layers, num_layers)
+        if self.flag_1 is not None:
+            self.flag_1[0] = self.num_layers
+
+
+class _WaitOnHost:
+    """LoadEvent on CPU: the layers are there when `wait` returns, or will not come."""
+
+    def __init__(self, owner: Arrivals, arriving: _Arriving, num_layers: int) -> None:
+        self._owner, self._arriving, self._num_layers = owner, arriving, num_layers
+
+    def wait(self) -> None:
+        self._owner.wait(self._arriving, self._num_layers)
+
+
+class _WaitOnDevice:
+    """LoadEvent on CUDA: lets the current stream wait."""
+
+    def __init__(self, arriving: _Arriving, num_layers: int, device: torch.device) -> None:
+        self._arriving, self._num_layers, self._device = arriving, num_layers, device
+
+    def wait(self) -> None:
+        assert self._arriving.flag_1 is not None, "each grant has a flag on CUDA"
+        assert self._device.index is not None, "the pool is on one certain device"
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        wait_for_value(self._device.index, stream, self._arriving.flag_1.data_ptr(), self._num_layers)
+
+
+class Arrivals:
+    """What is on its way into this pool of `num_layers` layers. Thread-safe."""
+
+    def __init__(self, num_layers: int, device: torch.device) -> None:
+        self._num_layers, self._device = num_layers, device
+        self._changed = threading.Condition()
+        self._by_grant: dict[int, _Arriving] = {}
+        self._awaited: dict[int, list[tuple[int, _Arriving]]] = {}  # by step: slots, and what their rows need
+        self._flags = torch.zeros(MAX_FLAGS, dtype=torch.int32).pin_memory() if device.type == "cuda" else None
+        self._num_flags_used = 0
+
+    # --- what comes -------------------------------------------------------------------------------------------
+
+    def expect(self, grant: KVGrant) -> None:
+        """Notes a grant before its source hears of it."""
+        with self._changed:
+            self._by_grant[grant.grant_id] = _Arriving(grant)
+
+    def hear(self, message: KVLayers | KVReady | KVRelease) -> None:
+        """Takes a source's word on what it has written, or that no more comes. One that does not know the grant's
+        signature is ignored."""
+        with self._changed:
+            if isinstance(message, KVRelease):
+                self._released(message)
+                return
+            arriving = self._by_grant.get(message.grant_id)
+            if arriving is None or message.grant_signature != arriving.grant.signature:
+                return
+            arriving.note(message.num_layers if isinstance(message, KVLayers) else self._num_layers)
+            self._changed.notify_all()
+
+    def end(self, grant_id: int) -> None:
+        """Forgets a grant that is over. A step that still waits for layers of it is spoiled, and goes on."""
+        with self._changed:
+            arriving = self._by_grant.pop(grant_id, None)
+            if arriving is not None:
+                self._let_go(arriving)
+
+    def source_lost(self, source: NodeKey) -> None:
+        """Lets steps go on that wait for what this node writes."""
+        with self._changed:
+            for arriving in self._by_grant.values():
+                if arriving.grant.source == source:
+                    self._let_go(arriving)
+
+    def expire(self, now: float) -> None:
+        """Lets steps go on whose deadline has passed."""
+        with self._changed:
+            for arriving in self._by_grant.values():
+                if 0 < arriving.deadline <= now:
+                    self._let_go(arriving)
+
+    # --- who waits --------------------------------------------------------------------------------------------
+
+    def events(self, step_id: int, needed: Sequence[ArrivingKV]) -> Mapping[int, list[LoadEvent]]:
+        """What each layer of this step has to wait for, by the layer's index. `spoiled` must be asked when the step has
+        run."""
+        events: dict[int, list[LoadEvent]] = {}
+        with self._changed:
+            for each in needed:
+                arriving = self._by_grant.get(each.grant_id)
+                if arriving is None:  # it has ended since the step was planned
+                    arriving = _Arriving(_NO_GRANT)
+                    self._let_go(arriving)
+                arriving.await_until(each.deadline, self._next_flag())
+                self._awaited.setdefault(step_id, []).append((each.slot, arriving))
+                for layer in range(self._num_layers):
+                    events.setdefault(layer, []).append(self._event(arriving, layer + 1))
+        return events
+
+    def spoiled(self, step_id: int) -> dict[int, str]:
+        """The slots whose rows of this step lacked KV, and why."""
+        with self._changed:
+            awaited = self._awaited.pop(step_id, [])
+            for _, arriving in awaited:
+                arriving.await_until(0.0)
+            return {
+                slot: f"{arriving.grant.source_id} did not compute the prompt's beginning to its end"
+                for slot, arriving in awaited
+                if arriving.is_spoiled
+            }
+
+    def wait(self, arriving: _Arriving, num_layers: int) -> None:
+        """Blocks until so many layers are there, or will not come."""
+        with self._changed:
+            while arriving.num_layers < num_layers:
+                left_s = arriving.deadline - time.monotonic()
+                if left_s <= 0:
+                    self._let_go(arriving)
+                else:
+                    self._changed.wait(left_s)
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _released(self, message: KVRelease) -> None:
+        for arriving in self._by_grant.values():
+            if arriving.grant.key == message.key and arriving.grant.source_epoch == message.source_epoch:
+                self._let_go(arriving)
+
+    def _event(self, arriving: _Arriving, num_layers: int) -> LoadEvent:
+        if self._flags is None:
+            return _WaitOnHost(self, arriving, num_layers)
+        return _WaitOnDevice(arriving, num_layers, self._device)
+
+    def _let_go(self, arriving: _Arriving) -> None:
+        if arriving.let_go(self._num_layers):
+            self._changed.notify_all()
+
+    def _next_flag(self) -> torch.Tensor | None:
+        """A flag that says 0. Flags are used in turn: the one that comes next is of a step long over."""
+        if self._flags is None:
+            return None
+        index = self._num_flags_used % MAX_FLAGS
+        self._num_flags_used += 1
+        self._flags[index] = 0
+        return self._flags[index : index + 1]
+
+
+_NO_GRANT = KVGrant(
+    request_id="", attempt=0, grant_id=0, source_id="a peer", source_epoch=0, sink_id="", sink_epoch=0,
+    first_block=0, block_ids=(), num_prompt_tokens=0, lease_s=0.0,
+)  # fmt: skip
