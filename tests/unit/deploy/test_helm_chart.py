@@ -30,7 +30,7 @@ FULL = {
     "apiKeysSecret": "clients",
     "imagePullSecrets": [{"name": "registry"}],
     "args": ["--max-model-len", "32k"],
-    "router": {"args": ["--placement", "prefix_aware"], "tolerations": [{"operator": "Exists"}]},
+    "router": {"nodeWaitSeconds": 60, "args": ["--placement", "prefix_aware"], "tolerations": [{"operator": "Exists"}]},
     "pools": {
         "prefill": {**SCALED, "args": ["--tensor-parallel-size", "2"], "nodeSelector": {"gpu": "h200"}},
         "decode": {**SCALED, "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}},
@@ -79,6 +79,12 @@ def test_without_a_key_it_is_refused() -> None:
         objects({})
     with pytest.raises(RequiredValueError, match=r"redis\.urlSecret"):
         objects({**KEY, "redis": {"enabled": False}})
+
+
+def test_a_router_that_holds_requests_gets_some_without_nodes() -> None:
+    for values, path in ((KEY, "/ready"), (FULL, "/health")):
+        router = container(by_kind(values, "Deployment")["demo-router"])
+        assert router["readinessProbe"]["httpGet"]["path"] == path
 
 
 @pytest.mark.parametrize("values", SETTINGS.values(), ids=SETTINGS)
