@@ -18,15 +18,18 @@ from tandem.deploy.options import (
     CALIBRATE_OPTIONS,
     CHAT_OPTIONS,
     COMPLETE_OPTIONS,
+    DRAIN_OPTIONS,
     EXPLAIN_OPTIONS,
     FIRST,
     KERNELS_OPTIONS,
     NODE_OPTIONS,
     PLAN_OPTIONS,
     PROFILE_OPTIONS,
+    ROLE_OPTIONS,
     ROUTER_OPTIONS,
     SERVE_OPTIONS,
     STATUS_OPTIONS,
+    STORY_OPTIONS,
     TRACE_OPTIONS,
     Values,
     build,
@@ -78,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_servers(commands)
     _add_tools(commands)
+    _add_operators_tools(commands)
     _add_helpers(commands)
     return parser
 
@@ -105,9 +109,17 @@ def _add_tools(commands: Commands) -> None:
     _add(commands, "calibrate", run_calibrate, text, CALIBRATE_OPTIONS)
     text = "have a server's nodes profile themselves, and show where the time of their steps goes"
     _add(commands, "profile", run_profile, text, PROFILE_OPTIONS)
-    _add(commands, "status", run_status, "show a running server's nodes: load, memory, cache hits", STATUS_OPTIONS)
     text = "say which kernels this machine has, which would serve a layer and why, and test them"
     _add(commands, "kernels", run_kernels, text, KERNELS_OPTIONS)
+
+
+def _add_operators_tools(commands: Commands) -> None:
+    _add(commands, "status", run_status, "show a running server's nodes: load, memory, cache hits", STATUS_OPTIONS)
+    text = "have a node take nothing new, while what runs there ends or moves"
+    _add(commands, "drain", _operates("run_drain", DRAIN_OPTIONS), text, DRAIN_OPTIONS)
+    _add(commands, "role", _operates("run_role", ROLE_OPTIONS), "give a node another role", ROLE_OPTIONS)
+    text = "tell what happened to a request, and when; without one, list the newest"
+    _add(commands, "trace", _operates("run_trace", STORY_OPTIONS), text, STORY_OPTIONS)
 
 
 def _add_helpers(commands: Commands) -> None:
@@ -263,6 +275,16 @@ def run_status(arguments: argparse.Namespace) -> int:
     from tandem.deploy.cluster_status import run
 
     return run(filled(STATUS_OPTIONS, arguments))
+
+
+def _operates(name: str, options: dict[str, Option]) -> Run:
+    def run(arguments: argparse.Namespace) -> int:
+        from tandem.deploy import operate
+
+        found: int = getattr(operate, name)(filled(options, arguments))
+        return found
+
+    return run
 
 
 def run_kernels(arguments: argparse.Namespace) -> int:

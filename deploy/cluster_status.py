@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
+import time
 from typing import Any
 
 from tandem.deploy.bench.sse_client import HttpError, get_json
 from tandem.deploy.explain import table
 from tandem.engine.contracts.errors import ConfigError
 
+CLEAR = "\x1b[H\x1b[2J"  # of a terminal: to the top left, everything erased
 HEADER = [
     "node",
     "role",
@@ -28,16 +31,27 @@ HEADER = [
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 when the cluster serves, else 1. Raises ConfigError when the router doesn't answer."""
+    is_ready = _show_once(arguments)
+    while arguments.watch:
+        time.sleep(arguments.watch)
+        is_ready = _show_once(arguments)
+    return 0 if is_ready else 1
+
+
+def _show_once(arguments: argparse.Namespace) -> bool:
+    """Prints the state, on a terminal that is watched in place of the one before, as JSON in a line each."""
     try:
         said = asyncio.run(get_json(arguments.url, "/status", arguments.api_key))
-        shown = json.dumps(said, indent=2) if arguments.json else as_text(arguments.url, said)
+        indent = None if arguments.watch else 2
+        shown = json.dumps(said, indent=indent) if arguments.json else as_text(arguments.url, said)
     except (OSError, HttpError, ValueError, LookupError) as error:
         raise ConfigError(
             f"{arguments.url} does not answer as it should: {error}; check the URL, and --api-key, which needs the "
             "scope admin"
         ) from None
-    print(shown)
-    return 0 if said["ready"] else 1
+    is_redrawn = bool(arguments.watch) and not arguments.json and sys.stdout.isatty()
+    print(f"{CLEAR}{shown}" if is_redrawn else shown, flush=True)
+    return bool(said["ready"])
 
 
 def as_text(url: str, said: dict[str, Any]) -> str:

@@ -25,11 +25,14 @@ from tandem.deploy.command_line.tool_options import (
     CalibrateOptions,
     ChatOptions,
     CompleteOptions,
+    DrainOptions,
     ExplainOptions,
     KernelsOptions,
     PlanOptions,
     ProfileOptions,
+    RoleOptions,
     StatusOptions,
+    StoryOptions,
     TraceOptions,
 )
 from tandem.engine.contracts.config import (
@@ -110,10 +113,15 @@ PLAN_OPTIONS = options_of(PlanOptions)
 PROFILE_OPTIONS = options_of(ProfileOptions, positional="url")
 CHAT_OPTIONS = options_of(ChatOptions, positional="message")
 COMPLETE_OPTIONS = options_of(CompleteOptions, positional="prompt")
+DRAIN_OPTIONS, ROLE_OPTIONS = (
+    options_of(DrainOptions, positional="node"),
+    options_of(RoleOptions, positional="node new_role"),
+)
+STORY_OPTIONS = options_of(StoryOptions, positional="request_id")
 _SERVERS = (SERVE_OPTIONS, NODE_OPTIONS, ROUTER_OPTIONS)
 _TOOLS = (
     BENCH_OPTIONS, TRACE_OPTIONS, EXPLAIN_OPTIONS, CALIBRATE_OPTIONS, PROFILE_OPTIONS, KERNELS_OPTIONS, CHAT_OPTIONS,
-    COMPLETE_OPTIONS, STATUS_OPTIONS, PLAN_OPTIONS,
+    COMPLETE_OPTIONS, STATUS_OPTIONS, PLAN_OPTIONS, DRAIN_OPTIONS, ROLE_OPTIONS, STORY_OPTIONS,
 )  # fmt: skip
 KNOWN_NAMES = frozenset({"config"}.union(*_SERVERS, *_TOOLS))
 

@@ -15,7 +15,7 @@ from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers
 from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder, SlackOrder
-from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.scheduling.scheduler import OnPrompts, Scheduler
 from tandem.node.handoffs import Handoffs
 from tandem.node.requests import RequestBook
 from tandem.node.serving import ServingNode
@@ -46,6 +46,7 @@ class NodeContext:
     whole_up_to: int
     is_settled: Callable[[int], bool]  # NodeTransports.is_settled
     precise: Scheduler | None = None  # of the engine beside, node/precise/engine.py
+    on_prompts: OnPrompts = lambda prompts, seconds: None  # Scheduler's
 
     def make_node(self, kind: type[ServingNode], pushes_prompts: bool) -> ServingNode:
         """Makes the logic of a node. With `pushes_prompts`, prompts in mode "prefill" are handed over while they are
@@ -87,7 +88,8 @@ class NodeContext:
                 tiers=tiers,
                 clock=self.clock,
                 num_adapter_slots=0 if loaded.adapters is None else loaded.adapters.num_slots,
-            )
+            ),
+            self.on_prompts,
         )
 
     def _prompt_order(self) -> PromptOrder:

@@ -29,6 +29,7 @@ from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.model_folder import resolve_model
 from tandem.engine.contracts.security import load_cluster_keys
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello
+from tandem.engine.contracts.wire.operate import TellStory
 from tandem.engine.contracts.wire.parts import Message, NodeInfo
 from tandem.engine.device.kv_pool import pool_bytes
 from tandem.engine.device.saturation import saturated_blocks
@@ -71,6 +72,7 @@ from tandem.node.pooling.process import PoolingProcess
 from tandem.node.precise.engine import make_precise_kv, precise_layout, raises_precision
 from tandem.node.profiling.profiler import NodeProfiler, ProfileAsked, ReportMade
 from tandem.node.profiling.report import ProfiledNode
+from tandem.node.profiling.stories import Stories
 from tandem.node.ranks.leader import start_ranks
 from tandem.node.report import announce, describe, node_counters
 from tandem.node.serving import ServingNode
@@ -131,7 +133,7 @@ class NodeProcess:
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._clock, self._board = make_clock(options.role), LoopBoard()
         self.trace = HandoffTrace(options.handoff_trace, key.node_id) if options.handoff_trace else None
-        self.turn_times = self._make_turn_times()
+        self.turn_times, self._stories = self._make_turn_times(), Stories()
 
         self.transports = NodeTransports(transports_of(options, self.loaded, self.keys), options.transport)
         self.pool = BlockPool(num_blocks, options.cache.enable_prefix_caching)
@@ -144,12 +146,12 @@ class NodeProcess:
         address = advertised(sockets.bind(options.host, options.port), options.advertise_host)
         exports, num_precise = self.transports.exports(), num_precise_blocks * options.cache.block_size
         self.info = describe(options, self.loaded, memory.layout, key, address, exports, num_precise)
-        self._outgoing = Outgoing(sockets.wake, None if self.trace is None else partial(self.trace.message, "sent"))
+        self._outgoing = Outgoing(sockets.wake, partial(self._note, "sent"))
         self.transfer = self._make_transfer(memory)
         self.worker = self._make_worker()
         self.grammars = Grammars(self.loaded.folder, self.loaded.config.vocab_size, self.loaded.config.eos_token_ids)
         adapters = None if self.loaded.adapters is None else self.loaded.adapters.store
-        self._delivery = Delivery(self._inbox.put, self.grammars, adapters, self._hear)
+        self._delivery = Delivery(self._inbox.put, self.grammars, adapters, self._hear, self._tell)
         self.media = self._make_media()
         self.quality = make_kv_quality(self.loaded.model, options, self.media)
         self.runner = self._make_runner(memory)
@@ -231,6 +233,7 @@ class NodeProcess:
             with_digests=self.options.digests,
             trace=self.trace,
             ranks=memory.ranks,
+            on_pushed=self._stories.pushed,
         )
 
     def _make_worker(self) -> ConnectorWorker:
@@ -325,6 +328,7 @@ class NodeProcess:
             REPLAYED_TOKENS if replays else 0,
             self.transports.is_settled,
             None if self.precise is None else self.precise.scheduler,
+            self._stories.chunks,
         )
 
     def _make_profiler(self) -> NodeProfiler:
@@ -384,8 +388,7 @@ class NodeProcess:
     # --- running --------------------------------------------------------------------------------------------
 
     def _hear(self, message: Message) -> None:
-        if self.trace is not None:
-            self.trace.message("received", message)
+        self._note("received", message)
         self.transfer.hear(message)
 
     def _deliver(self, event: ControlEvent) -> None:
@@ -396,6 +399,14 @@ class NodeProcess:
     def _beat(self) -> None:
         self.launcher.beat()
         self.transfer.arrivals.expire(time.monotonic())
+
+    def _note(self, way: str, message: Message) -> None:
+        self._stories.message(way, message)
+        if self.trace is not None:
+            self.trace.message(way, message)
+
+    def _tell(self, router: NodeKey, asked: TellStory) -> None:
+        self._outgoing.send(router, self._stories.tell(asked))
 
     def _after_turn(self) -> None:
         self._effects.apply()

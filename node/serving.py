@@ -14,6 +14,7 @@ from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.adapters import Adapters, LoadAdapter
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.handoff import KVPull
+from tandem.engine.contracts.wire.operate import Drain
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Cancel, FlushBlocks, Migrate, Submit
 from tandem.engine.process.process_log import RateLimited
@@ -61,7 +62,7 @@ class ServingNode:
         self.departures = Departures(handoffs.source, scheduler, book)
         self.prefixes = PrefixComputer(info, handoffs.source, handoffs.puller, scheduler.state)
         self.adapters = AdapterDesk()
-        self.draining = False
+        self.draining = self._is_ending = False
 
     # --- for the roles --------------------------------------------------------------------------------------
 
@@ -153,6 +154,8 @@ class ServingNode:
                 self.stop(entry, now)
             elif entry is not None:
                 self._abort(entry, tuple(message.sample_indices))
+        elif isinstance(message, Drain):
+            self.draining = message.on or self._is_ending
         elif isinstance(message, FlushBlocks):
             self.scheduler.state.flush()
         elif isinstance(message, Migrate):
@@ -242,7 +245,8 @@ class ServingNode:
         return 0.0
 
     def drain(self) -> None:
-        self.draining = True
+        """Takes nothing new from here on: the node ends when it is empty."""
+        self.draining = self._is_ending = True
 
     @property
     def is_empty(self) -> bool:

@@ -157,7 +157,7 @@ def options_of(*components: type, positional: str = "") -> dict[str, Option]:
             if field.name in COMPONENTS and hints[field.name] is COMPONENTS[field.name]:
                 continue
             if field.name != "role":
-                found.setdefault(field.name, _option(field, hints[field.name], group, field.name == positional))
+                found.setdefault(field.name, _option(field, hints[field.name], group, field.name in positional.split()))
     return found
 
 

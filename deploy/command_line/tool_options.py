@@ -11,6 +11,7 @@ from tandem.engine.contracts.config import Count, Device, Positive
 from tandem.engine.contracts.wire.profile import MAX_SECONDS, MAX_STEPS
 
 URL = "http://127.0.0.1:8000"
+ADMIN_KEY = "sent as a bearer token, with the scope admin; better as TANDEM_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class ProfileOptions:
     steps: Annotated[int, Meta(ge=1, le=MAX_STEPS), "steps of each node at most"] = 32
     layers: Annotated[bool, "time by layer, for which a GPU runs the profiled steps without graphs"] = True
     output: Annotated[str, "folder for reports (JSON), pictures (SVG) and traces (Perfetto)"] = "profile"
-    api_key: Annotated[str, "sent as a bearer token, with the scope admin; better as TANDEM_API_KEY"] = ""
+    api_key: Annotated[str, ADMIN_KEY] = ""
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,42 @@ class StatusOptions:
     """Options of `tandem status`."""
 
     url: Annotated[str, "router to ask"] = URL
+    watch: Annotated[float, Meta(ge=0, le=3600), "look again so many seconds later, until Ctrl-C; 0: once"] = 0.0
     json: Annotated[bool, "print the answer as JSON instead of a table"] = False
-    api_key: Annotated[str, "sent as a bearer token, with the scope admin; better as TANDEM_API_KEY"] = ""
+    api_key: Annotated[str, ADMIN_KEY] = ""
+
+
+@dataclass(frozen=True)
+class DrainOptions:
+    """Options of `tandem drain`."""
+
+    node: Annotated[str, "the node, as `tandem status` shows it"] = ""
+    undo: Annotated[bool, "have it take requests again"] = False
+    wait_s: Annotated[float, Meta(ge=0, le=1e6), "wait so long for what runs there to end or move"] = 0.0
+    url: Annotated[str, "router to ask"] = URL
+    json: Annotated[bool, "print the answer as JSON"] = False
+    api_key: Annotated[str, ADMIN_KEY] = ""
+
+
+@dataclass(frozen=True)
+class RoleOptions:
+    """Options of `tandem role`."""
+
+    node: Annotated[str, "the node, as `tandem status` shows it"] = ""
+    new_role: Annotated[str, "prefill, decode or unified"] = ""
+    url: Annotated[str, "router to ask"] = URL
+    json: Annotated[bool, "print the answer as JSON"] = False
+    api_key: Annotated[str, ADMIN_KEY] = ""
+
+
+@dataclass(frozen=True)
+class StoryOptions:
+    """Options of `tandem trace`."""
+
+    request_id: Annotated[str, "the answer's id, or its X-Request-Id; left out: the newest requests"] = ""
+    url: Annotated[str, "router to ask"] = URL
+    json: Annotated[bool, "print the answer as JSON"] = False
+    api_key: Annotated[str, ADMIN_KEY] = ""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class StepBookings:
     sampled: list[Request] = field(default_factory=list)
     is_mixed: bool = False  # prompt work beside decodes
     num_prompt_tokens: int = 0
+    prompts: list[tuple[Request, int]] = field(default_factory=list)  # with their tokens in the step
 
 
 class StepBuilder:

@@ -9,11 +9,12 @@ yet (docs/architecture.md, "The step loop").
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.parts import Candidates, FirstToken, TokenLogprobs
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.scheduling import stop
@@ -27,6 +28,7 @@ from tandem.engine.scheduling.step_pace import StepPace
 from tandem.engine.scheduling.work.reporter import WorkReporter
 
 limited = RateLimited(logging.getLogger(__name__))
+OnPrompts = Callable[[Sequence[tuple[AttemptKey, int]], float], None]
 
 
 class Scheduler:
@@ -35,8 +37,9 @@ class Scheduler:
     Requests come by `add` and `add_committed` of its `state` and go by their last token, `abort` or a FailedEvent.
     """
 
-    def __init__(self, state: SchedulerState) -> None:
-        self.state = state
+    def __init__(self, state: SchedulerState, on_prompts: OnPrompts = lambda prompts, seconds: None) -> None:
+        """`on_prompts` is told of the parts of prompts in a step, and of its seconds, when it has ended."""
+        self.state, self._on_prompts = state, on_prompts
         self.beams = BeamCarriers(state)
         self.pace = StepPace(state.clock)
         self._planner = StepPlanner(state)
@@ -57,7 +60,7 @@ class Scheduler:
         output, launched = StepBuilder(self.state, step_id).build(plan)
         self._launched[step_id] = launched
         prompts = [(request, row.num_tokens) for request, row in plan.rows.items() if row.is_prompt]
-        launched.is_mixed = 0 < len(prompts) < len(plan.rows)
+        launched.is_mixed, launched.prompts = 0 < len(prompts) < len(plan.rows), prompts
         launched.num_prompt_tokens = sum(num for _, num in prompts)
         self.state.prompt_order.launched(prompts)
         self.state.clock.launched(step_id, output.num_tokens, launched.num_prompt_tokens)
@@ -80,6 +83,8 @@ class Scheduler:
             self.state.step_times.observed(output.num_tokens, seconds)
         if result.failure is not None:
             return self._give_up(launched, result.failure)
+        if launched.prompts:
+            self._on_prompts([(request.key, num) for request, num in launched.prompts], seconds)
         for index, (row, request) in enumerate(zip(output.rows, launched.row_requests, strict=True)):
             if row.slot in result.failed_slots and request.state is not RequestState.FINISHED:
                 self.state.give_up(request, result.failed_slots[row.slot])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.kv_connector.layouts.geometry import BlockGeometry
 from tandem.kv_connector.layouts.plan import plan
@@ -18,6 +19,12 @@ from tandem.kv_connector.transfer.digests import SentDigests
 from tandem.kv_connector.transfer.grant_book import GrantBook
 from tandem.kv_connector.transfer.trace import HandoffTrace, Moment
 from tandem.kv_connector.transports.base import Write
+
+OnPushed = Callable[[AttemptKey, range | None, int, float], None]
+
+
+def tell_nobody(key: AttemptKey, layers: range | None, num_bytes: int, seconds: float) -> None:
+    pass
 
 
 class Pusher:
@@ -33,13 +40,16 @@ class Pusher:
         digests: SentDigests,
         trace: HandoffTrace | None,
         ranks: RankPools | None = None,
+        on_pushed: OnPushed = tell_nobody,
     ) -> None:
-        """`ranks` has the blocks if they are not whole in `pool_NHLPBD`."""
+        """`ranks` has the blocks if they are not whole in `pool_NHLPBD`. `on_pushed` is told of each push: its
+        hand-off, its layers (None: all), bytes and seconds."""
         self._digests = digests
         self._pool_NHLPBD, self._layout, self._ranks = pool_NHLPBD, layout, ranks
         self._geometry = BlockGeometry(layout)
         self._reshapers: dict[KVLayout, Reshaper | None] = {}  # by the sink's layout
         self._channels, self._book, self._counters, self._trace = channels, book, counters, trace
+        self._on_pushed = on_pushed
 
     def push(self, push: BlockPush, layers: range | None, written: Sequence[Moment] = ()) -> None:
         """Pushes `layers` (None: all) of a push's blocks. `written` has, if traced, the moments at which each layer's
@@ -71,7 +81,7 @@ class Pusher:
             parts = reshaper.parts(push.source_block_ids, push.first_slots, push.num_valid)
         num_layers = geometry.num_layers if layers is None else len(layers)
         sizes = [geometry.payload_bytes(num_layers, valid) for valid in push.num_valid]
-        started = time.monotonic()
+        started, before = time.monotonic(), self._counters["kv_pushed_bytes"]
         for first, end, nbytes in _portions(sizes, channel.max_write_bytes, max_blocks):
             if self._book.is_over(push.grant_id):
                 break
@@ -83,7 +93,9 @@ class Pusher:
             write = Write(push.grant, pairs, layers, push.num_valid[places])
             channel.write(self._digests.with_sums(write, channel, staged), staged)
             self._counters["kv_pushed_bytes"] += nbytes
-        self._counters["kv_push_s"] += time.monotonic() - started
+        seconds = time.monotonic() - started
+        self._counters["kv_push_s"] += seconds
+        self._on_pushed(push.key, layers, int(self._counters["kv_pushed_bytes"] - before), seconds)
 
 
 def _portions(sizes: Sequence[int], limit: int, max_blocks: int) -> Iterator[tuple[int, int, int]]:

@@ -31,7 +31,7 @@ from tandem.kv_connector.transfer.arrivals import Arrivals
 from tandem.kv_connector.transfer.channels import Connect, PeerChannels
 from tandem.kv_connector.transfer.digests import SentDigests
 from tandem.kv_connector.transfer.grant_book import GrantBook
-from tandem.kv_connector.transfer.pusher import Pusher
+from tandem.kv_connector.transfer.pusher import OnPushed, Pusher, tell_nobody
 from tandem.kv_connector.transfer.sink_checks import SinkChecks
 from tandem.kv_connector.transfer.source_jobs import LayersJob, SourceJobs
 from tandem.kv_connector.transfer.trace import HandoffTrace, Moment
@@ -64,8 +64,10 @@ class TransferWorker:
         with_digests: bool = True,
         trace: HandoffTrace | None = None,
         ranks: RankPools | None = None,
+        on_pushed: OnPushed = tell_nobody,
     ) -> None:
-        """`ranks` is for a node of several GPUs, whose blocks have only some of their heads in `pool`."""
+        """`ranks` is for a node of several GPUs, whose blocks have only some of their heads in `pool`. `on_pushed` is
+        the Pusher's."""
         self._trace = trace
         self._pool_NHLPBD, self._layout, self._ranks = pool, layout, ranks
         self._post_event = post_event
@@ -89,7 +91,9 @@ class TransferWorker:
             0.0,
         )  # fmt: skip
         self.sent_digests = SentDigests(pool, layout, self.counters, with_digests)
-        self._pusher = Pusher(pool, layout, self._channels, self._book, self.counters, self.sent_digests, trace, ranks)
+        self._pusher = Pusher(
+            pool, layout, self._channels, self._book, self.counters, self.sent_digests, trace, ranks, on_pushed
+        )
         self._announcer = LayerAnnouncer(source, self._book, send, pool.device)
         self._source_jobs = SourceJobs(
             source, self._channels, self._book, self._pusher, self.sent_digests,

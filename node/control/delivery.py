@@ -7,7 +7,9 @@ from dataclasses import replace
 from functools import partial
 
 from tandem.engine.adapters.store import AdapterStore
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.adapters import LoadAdapter
+from tandem.engine.contracts.wire.operate import TellStory
 from tandem.engine.contracts.wire.parts import Message
 from tandem.engine.contracts.wire.profile import StartProfile, StopProfile
 from tandem.engine.contracts.wire.requests import Submit
@@ -19,7 +21,7 @@ from tandem.node.profiling.profiler import ProfileAsked
 
 class Delivery:
     """Takes events on the I/O thread and posts them to the step loop: requests once their grammar is compiled and their
-    adapter read, others at once. `hear` is told of each message as it comes."""
+    adapter read, others at once. `hear` is told of each message as it comes, `tell` answers a router's TellStory."""
 
     def __init__(
         self,
@@ -27,8 +29,9 @@ class Delivery:
         grammars: Grammars,
         adapters: AdapterStore | None,
         hear: Callable[[Message], None],
+        tell: Callable[[NodeKey, TellStory], None],
     ) -> None:
-        self._post, self._grammars, self._adapters, self._hear = post, grammars, adapters, hear
+        self._post, self._grammars, self._adapters, self._hear, self._tell = post, grammars, adapters, hear, tell
         self._grammar_workshop, self._adapter_workshop = Workshop("tandem-grammars"), Workshop("tandem-adapters")
 
     def deliver(self, event: ControlEvent) -> None:
@@ -37,6 +40,9 @@ class Delivery:
             self._hear(message)
         if isinstance(event, Received) and isinstance(event.message, StartProfile | StopProfile):
             self._post(ProfileAsked(event.sender, event.message))
+            return
+        if isinstance(event, Received) and isinstance(event.message, TellStory):
+            self._tell(event.sender, event.message)
             return
         found = Found()
         find_adapter = self._finder(message, found)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.connection import Status
+from tandem.engine.contracts.wire.operate import Drain
 from tandem.engine.contracts.wire.parts import Message
 from tandem.engine.contracts.wire.requests import Cancel, Submit
 from tandem.engine.pooling.input import PoolingInput
@@ -36,6 +37,7 @@ class PoolingNode:
     max_num_batched_tokens: int
     max_queue: int
     draining: bool = False
+    is_ending: bool = False
     num_batches: int = 0
     _waiting: dict[AttemptKey, AcceptedRequest] = field(default_factory=dict)
 
@@ -47,6 +49,8 @@ class PoolingNode:
             self._submit(event.sender, event.message, now)
         elif isinstance(event, Received) and isinstance(event.message, Cancel):
             self._cancel(event.sender, event.message.key)
+        elif isinstance(event, Received) and isinstance(event.message, Drain):
+            self.draining = event.message.on or self.is_ending
 
     def _submit(self, router: NodeKey, submit: Submit, now: float) -> None:
         if submit.key not in self.book.entries:
@@ -105,7 +109,8 @@ class PoolingNode:
         return batch
 
     def drain(self) -> None:
-        self.draining = True
+        """Takes nothing new from here on: the node ends when it is empty."""
+        self.draining = self.is_ending = True
 
     @property
     def is_empty(self) -> bool:

@@ -12,6 +12,7 @@ from tandem.router.audio.body import TranscriptionBody
 from tandem.router.chat.chat_body import ChatBody, ChatTokenizeBody
 from tandem.router.chat.conversation import ROLES
 from tandem.router.http.admin.adapter_routes import LoadAdapterBody, UnloadAdapterBody
+from tandem.router.http.admin.operate import DrainBody, RoleBody
 from tandem.router.http.admin.profile import ProfileBody
 from tandem.router.pooling.body import EmbeddingsBody, RerankBody, ScoreBody
 from tandem.router.responses.body import ResponsesBody
@@ -21,7 +22,7 @@ from tandem.router.text.openai_api import LEAST_TIMEOUT_S, CompletionBody, Detok
 
 _REFERENCE = "#/components/schemas/{name}"
 MAKE_TOKENS, POOL = (CompletionBody, ChatBody, ResponsesBody), (EmbeddingsBody, ScoreBody, RerankBody)
-ADMIN = (LoadAdapterBody, UnloadAdapterBody, ProfileBody)
+ADMIN = (LoadAdapterBody, UnloadAdapterBody, ProfileBody, DrainBody, RoleBody)
 BODIES = (*MAKE_TOKENS, *POOL, *ADMIN, TranscriptionBody, TokenizeBody, ChatTokenizeBody, DetokenizeBody)
 HEADERS = {
     "X-Request-Id": "comes back with the answer, and stands in the log",
@@ -79,6 +80,10 @@ def _paths(options: RouterOptions) -> dict[str, Any]:
         "/profile/start": _post("Have every node profile its next steps", ProfileBody),
         "/profile/stop": {"post": _operation("End the nodes' profiles, and get their reports and traces")},
         "/status": _get("What the nodes have to do now, for operators"),
+        "/admin/drain": _post("Have a node take nothing new, or take requests again", DrainBody),
+        "/admin/role": _post("Give a node another role", RoleBody),
+        "/admin/requests": _get("The newest requests, and what waits"),
+        "/admin/requests/{name}": _get("The story of one request", parameters=[_parameter("name", "path")]),
         "/health": _get("Whether the router lives", is_open=True),
         "/ping": _get(ping, is_open=True) | {"post": _operation(ping, is_open=True)},
         "/ready": _get("Whether requests can be served", is_open=True),

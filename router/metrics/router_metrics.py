@@ -81,6 +81,10 @@ class RouterMetrics:
         self.placements = Counter(
             f"{PREFIX}placements", "Attempts placed on nodes, by reason", ["reason"], registry=registry
         )
+        self.promises = Counter(
+            f"{PREFIX}prompts_by_promise", "Prompts ended, by whether their own targets were kept", ["promise"],
+            registry=registry,
+        )  # fmt: skip
         self.retries = Counter(f"{PREFIX}retries", "Attempts after the first", registry=registry)
         self.dropped_deltas = Counter(
             f"{PREFIX}dropped_deltas", "Token deltas that came late, twice or for nobody", registry=registry
@@ -113,6 +117,10 @@ class RouterMetrics:
             found = self._model[name] = ModelMetrics(self._models, name)
         return found
 
+    def count_promise(self, was_kept: bool | None) -> None:
+        """Counts a prompt that has ended; None: it had no targets of its own."""
+        self.promises.labels("none" if was_kept is None else "kept" if was_kept else "missed").inc()
+
     def note_figures(self) -> None:
         """Notes this process's figures, at every heartbeat: of several workers, any may be asked for all figures."""
         if self._read_model_name():
@@ -129,11 +137,15 @@ class RouterMetrics:
         """Prometheus' text format. With several workers, the sum over them (prometheus_client's multiprocess mode).
         OpenMetrics is not offered: prometheus_client 0.26 writes vLLM's names with an underscore there."""
         self.note_figures()
-        own: Collector = self.registry
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-            own = CollectorRegistry()
-            multiprocess.MultiProcessCollector(own)
-        return generate_latest(_Shown([own, self._nodes]))
+        return generate_latest(_Shown([self.own(), self._nodes]))
+
+    def own(self) -> Collector:
+        """What the router counts, all its workers together."""
+        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+            return self.registry
+        summed = CollectorRegistry()
+        multiprocess.MultiProcessCollector(summed)
+        return summed
 
 
 class _Shown(Collector):

@@ -19,6 +19,7 @@ from tandem.engine.contracts.kv_layout import ModelIdentity
 from tandem.engine.contracts.model_folder import given_names
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.adapters import AdapterLoaded, Adapters, LoadAdapter
+from tandem.engine.contracts.wire.operate import Story
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.contracts.wire.profile import Profiled
 from tandem.engine.contracts.wire.requests import RequestFailed
@@ -86,6 +87,7 @@ class Cluster:
         self.identity: ModelIdentity | None = None
         self.facts: ModelFacts | None = None
         self.profiles: NodeAnswers[Profiled] = NodeAnswers()
+        self.stories: NodeAnswers[tuple[Story, float]] = NodeAnswers()  # and when each came
         self._listener: ClusterListener  # from `start` on
 
     # --- membership -------------------------------------------------------------------------------------------
@@ -333,6 +335,7 @@ class Cluster:
             self._serve(rest[0].info)
         self._update_facts(self.serving())
         self.profiles.lost(view.key)
+        self.stories.lost(view.key)
         self._listener.on_lost(view.key, reason)
 
     def node_message(self, key: NodeKey, message: RequestMessage) -> None:
@@ -343,6 +346,9 @@ class Cluster:
 
     def node_profiled(self, key: NodeKey, message: Profiled) -> None:
         self.profiles.settle(key, message.ask, message)
+
+    def node_told(self, key: NodeKey, message: Story) -> None:
+        self.stories.settle(key, message.ask, (message, time.monotonic()))
 
     def node_has_adapters(self, key: NodeKey, message: AboutAdapters) -> None:
         if isinstance(message, AdapterLoaded):

@@ -24,6 +24,7 @@ from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.adapters import AdapterLoaded, Adapters, LoadAdapter
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
+from tandem.engine.contracts.wire.operate import Drain, Story, TellStory
 from tandem.engine.contracts.wire.parts import Message, NodeInfo
 from tandem.engine.contracts.wire.profile import Profiled, StartProfile, StopProfile
 from tandem.engine.contracts.wire.requests import (
@@ -51,7 +52,7 @@ READ_BURST_S = 0.01  # reading before other work gets its turn; a guess
 SILENT_HEARTBEATS = 3  # unanswered ones, before a node gets nothing that others can take; a guess
 REFUSED_HANDSHAKES = 3  # in a row, before the node's key is in doubt: a node that just ends may fail one; a guess
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # guesses: before what can't be opened is tried again
-Verb = Submit | Cancel | Migrate | StartProfile | StopProfile | LoadAdapter | Adapters
+Verb = Submit | Cancel | Migrate | StartProfile | StopProfile | LoadAdapter | Adapters | Drain | TellStory
 AboutAdapters = AdapterLoaded | Adapters
 RequestMessage = Accepted | Tokens | PromptLogprobs | Pooled | RequestFailed | Cancelled | Migrated
 
@@ -68,6 +69,8 @@ class LinkListener(Protocol):
     def node_message(self, key: NodeKey, message: RequestMessage) -> None: ...
 
     def node_profiled(self, key: NodeKey, message: Profiled) -> None: ...
+
+    def node_told(self, key: NodeKey, message: Story) -> None: ...
 
     def node_has_adapters(self, key: NodeKey, message: AboutAdapters) -> None: ...
 
@@ -256,6 +259,8 @@ class NodeLink:
             self._on_refused(message)
         elif self.view is not None and isinstance(message, Profiled):
             self._listener.node_profiled(self.view.key, message)
+        elif self.view is not None and isinstance(message, Story):
+            self._listener.node_told(self.view.key, message)
         elif self.view is not None and isinstance(message, AboutAdapters):
             self._listener.node_has_adapters(self.view.key, message)
         elif self.view is not None and isinstance(message, RequestMessage):

@@ -40,6 +40,7 @@ from tandem.router.requests.service import CompletionService
 from tandem.router.text.privacy import Privacy
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.exporter import RequestTraces, checked_endpoint
+from tandem.router.watching.desk import RequestDesk
 
 TICK_S = 0.1  # a guess: how late a deadline may be seen
 CANCEL_GRACE_S = 2.0  # at the end, for nodes to hear the last cancels; a guess
@@ -118,9 +119,11 @@ class Worker:
         )
         # Streams that outlive drain_s are ended by `_tick`, with an error event; uvicorn's own end is the last resort.
         last_resort_s = self._options.timeouts.drain_s + CANCEL_GRACE_S
+        desk = RequestDesk(service, self._seat)
+        await desk.exchange.open()
         endpoint = self._options.otlp_traces_endpoint
         traces = RequestTraces(endpoint, self.info.node_id) if endpoint else None
-        app = make_app(service, Gate(self._api_keys, sources.limits), self._chat, traces)
+        app = make_app(service, Gate(self._api_keys, sources.limits), self._chat, desk, traces)
         self._server = server = Server(app, last_resort_s, self._http_limits(), self._options.web)
         service.connect()
         tasks = [watched_task(self._tick(server, on_beat), "tick")]
@@ -134,6 +137,7 @@ class Worker:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            desk.exchange.close()
             cluster.close()
             if traces is not None:
                 await asyncio.to_thread(traces.close)

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 
 from tandem.engine.contracts.errors import NodeFailedError, NoNodeError, TandemError
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
-from tandem.engine.contracts.wire.requests import Cancel, Tokens
+from tandem.engine.contracts.wire.requests import Accepted, Cancel, Migrated, RequestFailed, Tokens
 from tandem.engine.process.process_log import RateLimited
 from tandem.router.metrics.router_metrics import RouterMetrics
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.nodes.link import RequestMessage
 from tandem.router.nodes.orphans import Orphans
+from tandem.router.placing.placement import Placement
+from tandem.router.recent.ring import RecentRequests
+from tandem.router.recent.story import RequestStory
 from tandem.router.requests.actions import (
     Action,
     EmitPooled,
@@ -52,8 +55,10 @@ class Dispatcher:
     The cluster's events come here. An exception that nobody expected costs the generation that it is about.
     """
 
-    def __init__(self, cluster: Cluster, metrics: RouterMetrics, clock: Callable[[], float]) -> None:
-        self._cluster, self._metrics, self._clock = cluster, metrics, clock
+    def __init__(
+        self, cluster: Cluster, metrics: RouterMetrics, recent: RecentRequests, clock: Callable[[], float]
+    ) -> None:
+        self._cluster, self._metrics, self._recent, self._clock = cluster, metrics, recent, clock
         self.active: set[Generation] = set()
         self.waiting: dict[str, Generation] = {}  # sub-request id -> its generation, without a node
         self._by_id: dict[str, Generation] = {}
@@ -62,6 +67,7 @@ class Dispatcher:
 
     def start(self, generation: Generation) -> None:
         self.active.add(generation)
+        self._recent.begin(generation.story)
         self.carry_out(generation, generation.machine.start())
 
     def tick(self, now: float) -> None:
@@ -89,6 +95,7 @@ class Dispatcher:
             return
         generation = self._by_id.get(message.request_id)
         if generation is not None:
+            note_answer(generation.story, node, message, now)
             try:
                 self.carry_out(generation, generation.machine.answered(node, message, now))
             except Exception:
@@ -123,7 +130,10 @@ class Dispatcher:
         orphans: set[AttemptKey] = set()
         for generation in list(self.active):
             try:
-                orphans |= generation.machine.work_on(node)
+                work = generation.machine.work_on(node)
+                if work:
+                    generation.story.note(now, "node lost", node=node.node_id, why=reason)
+                orphans |= work
                 self.carry_out(generation, generation.machine.node_lost(node, reason, now))
             except Exception:
                 self._give_up(generation)
@@ -167,6 +177,7 @@ class Dispatcher:
                 work += self._send(generation, action)
             elif isinstance(action, Moved):
                 generation.moved_samples.add(action.sample_index)
+                generation.story.note(self._clock(), "moved", sample=action.sample_index)
             elif isinstance(action, Place):
                 work += self._place(generation, action.request_id)
             elif isinstance(action, _CountPlaced):
@@ -201,6 +212,7 @@ class Dispatcher:
         generation.node_ids[action.node.node_id] = None
         generation.submitted_ids.add(action.message.request_id)
         self._by_id[action.message.request_id] = generation
+        generation.story.sent(action.node, action.message.request_id)
         now = self._clock()
         if self._cluster.send(action.node, action.message, now):
             return ()
@@ -222,9 +234,16 @@ class Dispatcher:
             return ()
         if generation.placement is None:
             generation.placement, generation.placed_at = placement, now
+        self._note_placement(generation.story, placement, now)
         is_first = attempts.live[request_id].number == 1
         count = _CountPlaced(placement.reason, is_first, now - generation.started_at)
         return [*generation.machine.placed(request_id, placement, now), count]
+
+    def _note_placement(self, story: RequestStory, placement: Placement, now: float) -> None:
+        prefill = None if placement.prefill is None else placement.prefill.node_id
+        story.placed(now, prefill, placement.primary.node_id, placement.reason)
+        if prefill is not None:
+            self._recent.flowed(prefill, placement.primary.node_id, story.num_prompt_tokens)
 
     def _count(self, placed: _CountPlaced) -> None:
         if placed.is_first:
@@ -235,21 +254,34 @@ class Dispatcher:
 
     def _end(self, generation: Generation, outcome: Finish | Fail) -> None:
         machine = generation.machine
-        model = self._metrics.model
-        model.e2e_s.observe(self._clock() - generation.started_at)
+        model, now = self._metrics.model, self._clock()
+        model.e2e_s.observe(now - generation.started_at)
         model.prompt_length.observe(generation.plan.num_prompt_tokens)
-        model.output_length.observe(sum(sample.num_tokens for sample in generation.samples))
+        num_tokens = sum(sample.num_tokens for sample in generation.samples)
+        model.output_length.observe(num_tokens)
+        error = outcome.error if isinstance(outcome, Fail) else None
+        ending = "finished" if error is None else error.code or error.type
+        generation.story.end(now, ending, num_tokens, machine.num_cached_tokens, max(generation.last_token_at))
+        self._metrics.count_promise(generation.story.kept_promise)
         self._metrics.cached_tokens.inc(machine.num_cached_tokens)
-        if isinstance(outcome, Finish):
-            self._metrics.ends.labels("finished").inc()
+        self._metrics.ends.labels(ending).inc()
+        if error is None:
             for sample in generation.samples:
                 if sample.finish_reason is not None:  # None: of a pooled prompt
                     model.success[sample.finish_reason].inc()
             generation.listener.finished(generation.prompt_index)
         else:
-            error = outcome.error
             is_of_nodes = isinstance(error, NoNodeError | NodeFailedError)
             if is_of_nodes and (why := self._cluster.why_none_takes(machine.spec.most_tokens)):
                 error.add(f": {why}")
-            self._metrics.ends.labels(error.code or error.type).inc()
             generation.listener.failed(generation.prompt_index, error)
+
+
+def note_answer(story: RequestStory, node: NodeKey, message: RequestMessage, now: float) -> None:
+    """Notes what a node says about a request, besides its tokens."""
+    if isinstance(message, Accepted):
+        story.note(now, "accepted", node=node.node_id, cached=message.num_cached_tokens)
+    elif isinstance(message, RequestFailed):
+        story.note(now, "refused", node=node.node_id, code=message.code, why=message.message)
+    elif isinstance(message, Migrated):
+        story.note(now, "left" if not message.reason else "stayed", node=node.node_id, why=message.reason)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,6 +11,7 @@ from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.errors import TandemError
 from tandem.engine.contracts.wire.parts import Targets, TokenLogprobs
 from tandem.router.placing.placement import Placement
+from tandem.router.recent.story import MOST_TEXT, RequestStory
 from tandem.router.requests.actions import RequestSpec
 from tandem.router.requests.machine import RequestMachine
 from tandem.router.requests.sample_output import ChatLogprobs, Piece, SampleOutput, TextLogprobs
@@ -16,6 +19,9 @@ from tandem.router.text.completion import PromptPlan, echo_text
 from tandem.router.text.openai_api import CompletionBody
 from tandem.router.text.request_headers import RequestHeaders
 from tandem.router.text.tokenizer import PROMPT_TAIL, Tokenizer, names_of
+
+PROMPT_OF_SEVERAL = re.compile(r"-p\d+$")  # what CompletionService adds to a completion's id
+ID_DIGITS = 32  # of an id that `Asked` makes up
 
 
 class GenerationListener(Protocol):
@@ -43,6 +49,7 @@ class Generation:
     samples: list[SampleOutput]
     listener: GenerationListener
     started_at: float
+    story: RequestStory
     node_ids: dict[str, None] = field(default_factory=dict)  # of all nodes that were asked, in that order
     submitted_ids: set[str] = field(default_factory=set)  # every sub-request id that nodes have heard of
     placed_at: float | None = None  # for the first time
@@ -75,7 +82,8 @@ class GenerationFactory:
     ) -> Generation:
         samples = self._samples(body, plan)
         machine = RequestMachine(self._spec(request_id, body, plan, said), now)
-        return Generation(index, plan, machine, samples, listener, now, last_token_at=[0.0] * body.num_generated)
+        story = _story(request_id, body, machine.spec, plan.num_prompt_tokens, said, now)
+        return Generation(index, plan, machine, samples, listener, now, story, last_token_at=[0.0] * body.num_generated)
 
     def _spec(self, request_id: str, body: CompletionBody, plan: PromptPlan, said: RequestHeaders) -> RequestSpec:
         timeouts = self._options.timeouts
@@ -119,3 +127,24 @@ class GenerationFactory:
             )
             for _ in range(body.num_generated)
         ]
+
+
+def _story(
+    request_id: str, body: CompletionBody, spec: RequestSpec, num_prompt_tokens: int, said: RequestHeaders, now: float
+) -> RequestStory:
+    """A story that begins now. It can be asked for by the id of the answer, with or without its kind, by X-Request-Id,
+    and by the name that nodes know it by."""
+    own = PROMPT_OF_SEVERAL.sub("", request_id)
+    names = [own, request_id, said.request_id]
+    if body.request_id is not None:
+        names += [body.request_id, own[:-ID_DIGITS] + body.request_id]
+    return RequestStory(
+        request_id=request_id,
+        names=tuple(dict.fromkeys(name[:MOST_TEXT] for name in names if name)),
+        started_at=now,
+        clock_at=time.time(),
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=spec.sampling.max_tokens,
+        num_samples=spec.num_samples,
+        targets=spec.targets,
+    )

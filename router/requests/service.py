@@ -22,6 +22,7 @@ from tandem.router.nodes.cluster import Cluster
 from tandem.router.placing.elastic import Plan
 from tandem.router.placing.placement import PlacementRequest
 from tandem.router.placing.policies import Choice
+from tandem.router.recent.ring import RecentRequests
 from tandem.router.requests.dispatcher import Dispatcher
 from tandem.router.requests.generation import Generation, GenerationFactory, GenerationListener
 from tandem.router.requests.rebalancer import Rebalancer
@@ -78,7 +79,8 @@ class CompletionService:
         self.media = media
         self._clock = clock
         self.num_awaiting_facts = 0  # requests that came before any node
-        self._dispatcher = Dispatcher(cluster, metrics, clock)
+        self.recent = RecentRequests()
+        self._dispatcher = Dispatcher(cluster, metrics, self.recent, clock)
         self._rebalancer = Rebalancer(options, cluster, self._dispatcher.carry_out)
 
     def connect(self) -> None:

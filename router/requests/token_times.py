@@ -22,11 +22,13 @@ class TokenTimes:
     def count(self, generation: Generation, sample_index: int, num_tokens: int) -> None:
         if generation.first_token_at is None:
             generation.first_token_at = self._now
+            generation.story.first_token(self._now)
             self._metrics.model.ttft_s.observe(self._now - generation.started_at)
         previous = generation.last_token_at[sample_index]
         if previous:
             gap_s = self._now - previous
             self._gaps_s[gap_s] = self._gaps_s.get(gap_s, 0) + 1
+            generation.story.waited(gap_s)
             if sample_index in generation.moved_samples:
                 generation.moved_samples.remove(sample_index)
                 self._metrics.migration_pause_s.observe(gap_s)

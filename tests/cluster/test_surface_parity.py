@@ -242,3 +242,26 @@ def test_a_client_that_leaves_ends_its_request_on_both(servers: Servers) -> None
         with router.client.stream("POST", "/v1/completions", json=body) as answer:
             assert next(answer.iter_lines()).startswith("data: ")
         router.wait_idle()
+
+
+def test_operators_see_and_drain_both(servers: Servers) -> None:
+    body = {"prompt": f"{PROMPT}told", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    for index, (router, roles) in enumerate(zip(servers.routers, (("unified",), ("prefill", "decode")), strict=True)):
+        nodes = [servers.nodes[role].info.node_id for role in roles]
+        name = {"X-Request-Id": f"told-{index}"}
+        assert router.client.post("/v1/completions", json=body, headers=name).status_code == 200
+        (story,) = router.client.get(f"/admin/requests/told-{index}").json()["prompts"]
+        assert (story["nodes"], story["output_tokens"], story["silent_nodes"]) == (nodes, 4, [])
+        seen = {(moment["where"], moment["kind"]) for moment in story["moments"]}
+        expected = {("router", "queue"), ("router", "first_token"), (nodes[0], "chunk"), (nodes[-1], "tokens")}
+        if len(nodes) > 1:
+            expected |= {(nodes[0], "push"), (nodes[1], "verify"), (nodes[1], "commit")}
+        assert expected <= seen
+        for moment in story["moments"]:
+            assert 0 <= moment["at_s"] <= story["age_s"]
+        for node in nodes:
+            drained = router.client.post("/admin/drain", json={"node": node}).json()
+            assert (drained["state"], "nothing can be served" in drained["warning"]) == ("draining", True)
+            assert router.client.get("/ready").status_code == 503
+            assert router.client.post("/admin/drain", json={"node": node, "undo": True}).json()["state"] == "serving"
+        assert router.client.post("/v1/completions", json=body).status_code == 200

@@ -21,6 +21,7 @@ from tandem.engine.contracts.kv_layout import ModelIdentity
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
+from tandem.engine.contracts.wire.operate import Drain, NodeMoment, Story, TellStory
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, Role, TokenLogprobs
 from tandem.engine.contracts.wire.profile import Profiled, StartProfile, StopProfile
 from tandem.engine.contracts.wire.requests import (
@@ -83,6 +84,7 @@ class StandInNode:
     silent: bool = False  # hears nothing, says nothing, keeps the connection
     deaf_to_submit: bool = False  # answers pings but never a Submit
     deaf_to_profiles: bool = False
+    deaf_to_drain: bool = False
     lose_first_submit: bool = False
     draining: bool = False
     repeat_deltas: bool = False  # each token message twice, and once more under the attempt before
@@ -202,6 +204,11 @@ class StandInNode:
             self._on_cancel(peer, message)
         elif isinstance(message, StartProfile | StopProfile) and not self.deaf_to_profiles:
             self._send(peer, Profiled(ask=message.ask))
+        elif isinstance(message, Drain) and not self.deaf_to_drain:
+            self.draining = message.on
+        elif isinstance(message, TellStory):
+            told = [NodeMoment(name, 1, "chunk", 0.001, 0.0005, num_tokens=7) for name in message.request_ids]
+            self._send(peer, Story(ask=message.ask, moments=tuple(told)))
 
     def _on_submit(self, peer: bytes, submit: Submit) -> None:
         self.submits.append(submit)

@@ -28,6 +28,7 @@ from tandem.engine.contracts.wire.handoff import (
     KVResend,
     KVWait,
 )
+from tandem.engine.contracts.wire.operate import Drain, Story, TellStory
 from tandem.engine.contracts.wire.parts import (
     Message,
 )
@@ -64,6 +65,8 @@ ToNode = (
     | Adapters
     | StartProfile
     | StopProfile
+    | Drain
+    | TellStory
     | OfSource
     | OfSink
 )
@@ -80,6 +83,7 @@ FromNode = (
     | Cancelled
     | Migrated
     | Profiled
+    | Story
     | AdapterLoaded
     | Adapters
     | OfSource

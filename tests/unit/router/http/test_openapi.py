@@ -16,6 +16,7 @@ from tandem.router.access.api_keys import ApiKeys
 from tandem.router.access.gate import Gate
 from tandem.router.chat.chat import Chat
 from tandem.router.http.app import make_app
+from tandem.router.watching.desk import RequestDesk
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,8 @@ def found(router: RouterInThread) -> dict[str, Any]:
 
 def test_every_path_and_method_is_described(router: RouterInThread, folder: Path, found: dict[str, Any]) -> None:
     service = router.worker.service
-    app = make_app(service, Gate(ApiKeys("", lambda name: b"")), Chat(folder, service.tokenizer, service.options))
+    chat = Chat(folder, service.tokenizer, service.options)
+    app = make_app(service, Gate(ApiKeys("", lambda name: b"")), chat, RequestDesk(service, None))
     served = {}
     for route in app.routes:
         assert isinstance(route, Route)
@@ -41,10 +43,12 @@ def test_every_path_and_method_is_described(router: RouterInThread, folder: Path
 
 
 def test_what_is_described_is_served(router: RouterInThread, found: dict[str, Any]) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "request_id": "one"}
+    assert router.client.post("/v1/completions", json=body).status_code == 200
     assert found["openapi"] == "3.1.0"
     for path, methods in found["paths"].items():
         for method, operation in methods.items():
-            answer = router.client.request(method, path.replace("{model_id}", "stand-in"))
+            answer = router.client.request(method, path.replace("{model_id}", "stand-in").replace("{name}", "one"))
             assert answer.status_code == (400 if "requestBody" in operation else 200), f"{method} {path}"
             kind = answer.headers["content-type"].partition(";")[0]
             assert kind in operation["responses"]["200"]["content"]

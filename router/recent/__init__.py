@@ -1,0 +1,1 @@
+"""The newest requests of a router process, and what happened to each. Pure."""
