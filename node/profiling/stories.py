@@ -18,7 +18,7 @@ JOINED_S = 0.002  # layers whose pushes follow each other so soon are one moment
 
 
 @dataclass(slots=True)
-class _Moment:
+class _NotedMoment:
     attempt: int
     stage: str
     ended_at: float
@@ -34,7 +34,7 @@ class Stories:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
-        self._moments: dict[str, list[_Moment]] = {}  # by sub-request, the oldest first
+        self._moments: dict[str, list[_NotedMoment]] = {}  # by sub-request, the oldest first
 
     def message(self, way: str, message: Message) -> None:
         """Notes a message that was "sent" or "received" (`way`)."""
@@ -45,14 +45,16 @@ class Stories:
                 self._moments[message.request_id] = []
                 if len(self._moments) > KEPT_REQUESTS:
                     del self._moments[next(iter(self._moments))]
-            self._add(message.request_id, _Moment(message.attempt, f"{way} {type(message).__name__}", self._clock()))
+            self._add(
+                message.request_id, _NotedMoment(message.attempt, f"{way} {type(message).__name__}", self._clock())
+            )
 
     def chunks(self, rows: Sequence[tuple[AttemptKey, int]], seconds: float) -> None:
         """Notes the parts of prompts, with their tokens, in a step that has just ended and took `seconds`."""
         now = self._clock()
         with self._lock:
             for key, num_tokens in rows:
-                self._add(key.request_id, _Moment(key.attempt, "chunk", now, seconds, num_tokens))
+                self._add(key.request_id, _NotedMoment(key.attempt, "chunk", now, seconds, num_tokens))
 
     def pushed(self, key: AttemptKey, layers: range | None, num_bytes: int, seconds: float) -> None:
         """Notes a push of `layers` (None: all) that has just ended."""
@@ -64,7 +66,7 @@ class Stories:
                 last.lasts_s, last.ended_at = last.lasts_s + now - last.ended_at, now
                 last.num_bytes, last.layers = last.num_bytes + num_bytes, range(last.layers.start, layers.stop)
             else:
-                moment = _Moment(key.attempt, "pushed", now, seconds, 0, num_bytes, layers or range(0))
+                moment = _NotedMoment(key.attempt, "pushed", now, seconds, 0, num_bytes, layers or range(0))
                 self._add(key.request_id, moment)
 
     def tell(self, asked: TellStory) -> Story:
@@ -88,7 +90,7 @@ class Stories:
         told.sort(key=lambda moment: -moment.ago_s)
         return Story(ask=asked.ask, moments=tuple(told[:MAX_TOLD]))
 
-    def _add(self, request_id: str, moment: _Moment) -> None:
+    def _add(self, request_id: str, moment: _NotedMoment) -> None:
         moments = self._moments.get(request_id)
         if moments is not None and len(moments) < KEPT_MOMENTS:
             moments.append(moment)

@@ -18,7 +18,7 @@ def shortened(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class StoryMoment:
     """Something that happened, `at` monotonic seconds."""
 
     at: float
@@ -38,7 +38,7 @@ class RequestStory:
     max_tokens: int
     num_samples: int
     targets: Targets = NO_TARGETS
-    moments: list[Moment] = field(default_factory=list)
+    moments: list[StoryMoment] = field(default_factory=list)
     asked: dict[NodeKey, dict[str, None]] = field(default_factory=dict)  # sub-requests, by the nodes that heard of them
     nodes: tuple[str, ...] = ()  # of the newest placement: who computes the prompt, who makes the tokens
     num_attempts: int = 0
@@ -53,7 +53,7 @@ class RequestStory:
     def note(self, at: float, what: str, **facts: Any) -> None:
         if len(self.moments) < MOST_MOMENTS:
             shown = {name: shortened(value) if isinstance(value, str) else value for name, value in facts.items()}
-            self.moments.append(Moment(at, what, shown))
+            self.moments.append(StoryMoment(at, what, shown))
 
     def sent(self, node: NodeKey, request_id: str) -> None:
         self.asked.setdefault(node, {})[request_id] = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandem.engine.contracts.wire.operate import NodeMoment, Story
-from tandem.router.recent.story import Moment, RequestStory
+from tandem.router.recent.story import RequestStory, StoryMoment
 
 # What a node's messages mean, for people. Others are left out: their other end tells the same.
 MEANINGS = {
@@ -49,7 +49,7 @@ def _moment(story: RequestStory, at: float, lasts_s: float, where: str, kind: st
     return {"at_s": round(begin, 5), "lasts_s": round(lasts_s, 5), "where": where, "kind": kind, "text": text, **facts}
 
 
-def _of_router(story: RequestStory, moment: Moment) -> dict[str, Any]:
+def _of_router(story: RequestStory, moment: StoryMoment) -> dict[str, Any]:
     facts = moment.facts
     node = facts.get("node", "")
     texts = {
