@@ -141,14 +141,7 @@ class Cluster:
                     link.tick(now, pause_s)
             except Exception:  # it costs this node's connection only: the others have their heartbeats and deadlines
                 repeated.exception("the connection to %s failed", address)
-                self._fail(link)
-
-    @staticmethod
-    def _fail(link: NodeLink) -> None:
-        try:
-            link.fail()
-        except Exception:
-            repeated.exception("the connection to %s failed, and so did ending it", link.address)
+                _fail(link)
 
     def close(self) -> None:
         for link in self._links.values():
@@ -399,3 +392,10 @@ def cached_tokens(
         lengths = directory.longest_prefix(block_hashes if step == 1 else every_kth(block_hashes, step))
         found.update({key: n * size for key, n in lengths.items() if size_of.get(key) == size})
     return found
+
+
+def _fail(link: NodeLink) -> None:
+    try:
+        link.fail()
+    except Exception:
+        repeated.exception("the connection to %s failed, and so did ending it", link.address)
