@@ -1,4 +1,5 @@
-"""Pulling a prefix between CUDA pools: a node goes on from pulled KV as the holder does from its own."""
+"""Pulling a prefix between CUDA pools: a node goes on from pulled KV as the holder does from its own. Also where the
+other computes it at the same time, and the step's stream waits layer by layer."""
 
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ NUM_ERRORS = 3  # of the dtype: it is measured for one order of additions, and t
 # Behind the prefix: more than a captured step takes, so that the rest is launched layer by layer.
 LONG_ENDS = (REPLAYED_TOKENS + 1, REPLAYED_TOKENS + 5 * BLOCK, 900)
 PREFIX = 40 * BLOCK
+CHUNK = 1024  # tokens of a step: each part of a prompt that two nodes compute is one
 
 
 def make_node(role: str, way: str, device_index: int, dtype: str = "auto", **changes: object) -> Node:
@@ -152,3 +154,43 @@ def test_what_was_pulled_is_handed_on() -> None:
         check_tokens(second, handed, torch.bfloat16)
         assert asked.count(two, "pull_completed") == 1
         assert asked.count(decode, "sink_commits") == 3
+
+
+def start_helper(faults: str, dtype: str) -> NodeChild:
+    where = {"device": DEVICE, "device_index": 0, "chunk": CHUNK}
+    return NodeChild(("unified",), "cuda_ipc", faults, num_blocks=320, model=str(DEMO), dtype=dtype, **where)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_two_gpus_compute_a_prompt(dtype: str) -> None:
+    """The helper's pushes are held up, so that the prompt's end begins before its beginning is there."""
+    child = start_helper("delay:0.3", dtype)
+    try:
+        asker = make_node("unified", "cuda_ipc", 1, dtype, chunk=CHUNK)
+        with asking(asker, others=tuple(child.infos)) as asked:
+            for turn, length in enumerate((40 * BLOCK + 3, 70 * BLOCK)):
+                prompt = random_prompt(length, seed=length, vocab_size=2048)
+                check_tokens(prompt, asked.ask(prompt, asker.info, helpers=child.infos), getattr(torch, dtype))
+                assert asked.count(asker, "pull_early") == asked.count(asker, "pull_completed") == turn + 1
+            assert asked.count(asker, "sink_digest_mismatches") == 0
+    finally:
+        child.stop()
+
+
+def test_a_helper_dies_and_the_node_serves_on() -> None:
+    child = start_helper("delay:0.3,die:2", "bfloat16")
+    try:
+        asker = make_node("unified", "cuda_ipc", 1, "bfloat16", chunk=CHUNK)
+        with asking(asker, others=tuple(child.infos)) as asked:
+            prompt = random_prompt(40 * BLOCK + 3, seed=1, vocab_size=2048)
+            sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+            result = asked.client.submit("hurt", prompt, sampling, decode=asker.info, helpers=child.infos)
+            asked.client.wait(result)
+            assert child.process.wait(60) < 0, "the fault did not strike: this test shows nothing"
+            if result.failed is None:
+                check_tokens(prompt, result, torch.bfloat16)
+            else:
+                assert (result.failed.code, result.failed.retryable, result.tokens) == ("handoff_failed", True, {})
+            check_tokens(prompt, asked.ask(prompt, asker.info), torch.bfloat16)
+    finally:
+        child.stop()
