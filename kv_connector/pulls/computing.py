@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from tandem.engine.contracts.errors import HandshakeError
 from tandem.engine.contracts.hashing import HASH_BYTES, Secrecy
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.engine.contracts.wire.handoff import KVPull, KVRelease
+from tandem.engine.contracts.wire.handoff import KVPull
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, PrefixWork
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.request import Prompt, Request
-from tandem.kv_connector.layouts.plan import plan
 from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.outcomes import HandoffFailed, SourceOutcome
+from tandem.kv_connector.pulls.answers import layout_problem, refusal
 from tandem.kv_connector.pulls.puller import Puller
 from tandem.kv_connector.source.manager import SourceManager
 
@@ -84,14 +83,8 @@ class PrefixComputer:
     def _problem(self, sender: NodeKey, pull: KVPull, work: PrefixWork) -> str:
         """The reason why this beginning can't be computed here; "" when it can."""
         peer, size = self._source.peers.get(sender), self._state.block_size
-        if peer is None or peer.layout is None or self._info.layout is None:
-            return outcomes.UNKNOWN
-        try:
-            keeps_blocks = plan(self._info.layout, peer.layout).keeps_blocks
-        except HandshakeError:
-            keeps_blocks = False
-        if not keeps_blocks:
-            return outcomes.OTHER_LAYOUT
+        if problem := layout_problem(self._info.layout, None if peer is None else peer.layout):
+            return problem
         num_tokens, rest = divmod(len(work.token_ids), 4)
         num_hashes, odd = divmod(len(pull.block_hashes), HASH_BYTES)
         if rest or odd or num_tokens != num_hashes * size or not pull.first_block < num_hashes:
@@ -102,7 +95,4 @@ class PrefixComputer:
         return "" if num_hashes < self._state.pool.num_free else outcomes.BUSY
 
     def _refuse(self, sender: NodeKey, pull: KVPull, reason: str) -> None:
-        release = KVRelease(
-            request_id=pull.request_id, attempt=pull.attempt, source_epoch=self._info.epoch, reason=reason
-        )
-        self._outbox.append((sender, release))
+        self._outbox.append((sender, refusal(pull, self._info.epoch, reason)))

@@ -14,15 +14,14 @@ from functools import partial
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.blocks.reservations import Hold, Kind
 from tandem.engine.contracts.config import NodeOptions
-from tandem.engine.contracts.errors import HandshakeError
 from tandem.engine.contracts.hashing import HASH_BYTES
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
-from tandem.engine.contracts.wire.handoff import KVPull, KVRelease
+from tandem.engine.contracts.wire.handoff import KVPull
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
 from tandem.engine.scheduling.ports import LowerTiers
-from tandem.kv_connector.layouts.plan import plan
 from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.outcomes import SourceOutcome
+from tandem.kv_connector.pulls.answers import layout_problem, refusal
 from tandem.kv_connector.source.manager import SourceManager
 
 MAX_ANSWERED = 65536  # a guess
@@ -101,14 +100,8 @@ class PullServer:
         if self._source.knows(pull.key):
             return outcomes.UNKNOWN  # another hand-off has the same key
         peer = self._source.peers.get(sender)
-        if peer is None or peer.layout is None or self.info.layout is None:
-            return outcomes.UNKNOWN
-        try:
-            keeps_blocks = plan(self.info.layout, peer.layout).keeps_blocks
-        except HandshakeError:
-            keeps_blocks = False
-        if not keeps_blocks:
-            return outcomes.OTHER_LAYOUT
+        if problem := layout_problem(self.info.layout, None if peer is None else peer.layout):
+            return problem
         num_hashes, rest = divmod(len(pull.block_hashes), HASH_BYTES)
         return "" if not rest and 0 <= pull.first_block < num_hashes else outcomes.UNKNOWN
 
@@ -157,10 +150,7 @@ class PullServer:
             self._answered.popitem(last=False)
 
     def _refuse(self, sender: NodeKey, pull: KVPull, reason: str) -> None:
-        release = KVRelease(
-            request_id=pull.request_id, attempt=pull.attempt, source_epoch=self.info.epoch, reason=reason
-        )
-        self._outbox.append((sender, release))
+        self._outbox.append((sender, refusal(pull, self.info.epoch, reason)))
 
     def _forget(self, question: PullRequest) -> None:
         del self._waiting[question.key]

@@ -40,6 +40,15 @@ def before_last_layer(nodes: Nodes, helper: int, act: Callable[[], None], comput
 def nothing() -> None: ...
 
 
+def check_that_it_costs_the_attempt(nodes: Nodes) -> None:
+    """What befalls node 0 while it helps node 1, which tells nothing of it, and serves on."""
+    result = nodes.submit(PROMPT, on=1, helpers=[0])
+    nodes.client.wait(result)
+    assert result.failed is not None
+    assert (result.failed.code, result.failed.retryable, result.tokens) == ("handoff_failed", True, {})
+    nodes.ask(PROMPT, on=1)
+
+
 @pytest.mark.parametrize("way", ["shm", "tcp"])
 def test_two_nodes_compute_a_prompt_and_a_third_decodes(way: str) -> None:
     """With the log-probabilities, to the last bit, of one node whose chunks are the same."""
@@ -66,11 +75,7 @@ def test_each_node_helps_the_next() -> None:
 def test_what_comes_wrong_costs_the_attempt_and_is_never_told() -> None:
     with make_nodes("unified", "unified", transport="shm", changes={0: {"fault_injection": "corrupt:*"}}) as nodes:
         before_last_layer(nodes, 0, nothing, computing=1)
-        result = nodes.submit(PROMPT, on=1, helpers=[0])
-        nodes.client.wait(result)
-        assert result.failed is not None
-        assert (result.failed.code, result.failed.retryable, result.tokens) == ("handoff_failed", True, {})
-        nodes.ask(PROMPT, on=1)
+        check_that_it_costs_the_attempt(nodes)
 
 
 def test_a_helper_that_fails_in_the_middle_costs_the_attempt() -> None:
@@ -79,11 +84,7 @@ def test_a_helper_that_fails_in_the_middle_costs_the_attempt() -> None:
 
     with make_nodes("unified", "unified", transport="shm") as nodes:
         before_last_layer(nodes, 0, fail, computing=1)
-        result = nodes.submit(PROMPT, on=1, helpers=[0])
-        nodes.client.wait(result)
-        assert result.failed is not None
-        assert (result.failed.code, result.failed.retryable, result.tokens) == ("handoff_failed", True, {})
-        nodes.ask(PROMPT, on=1)
+        check_that_it_costs_the_attempt(nodes)
 
 
 def test_a_cancelled_prompt_leaves_nothing_at_its_helper() -> None:

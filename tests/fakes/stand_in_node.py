@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
@@ -302,3 +304,12 @@ class StandInNode:
         except zmq.ZMQError:  # the router is gone
             for key in [key for key, running in self.running.items() if running.peer == peer]:
                 del self.running[key]
+
+
+@contextmanager
+def stand_in_nodes(number: int, vocab_size: int) -> Iterator[list[StandInNode]]:
+    """So many of them, n0 and on, until the context ends."""
+    found = [StandInNode(vocab_size=vocab_size, node_id=f"n{index}").start() for index in range(number)]
+    yield found
+    for node in found:
+        node.stop()

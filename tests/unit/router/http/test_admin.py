@@ -11,7 +11,7 @@ import pytest
 from router_in_thread import FAST, VOCAB_SIZE, RouterInThread
 from waiting import wait_until
 
-from stand_in_node import StandInNode
+from stand_in_node import StandInNode, stand_in_nodes
 from tandem.deploy.cli import main
 from tandem.router.placing.siblings import make_seats
 
@@ -21,10 +21,8 @@ PATHS = (("POST", "/admin/drain"), ("POST", "/admin/role"), ("GET", "/admin/requ
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[list[StandInNode]]:
-    found = [StandInNode(vocab_size=VOCAB_SIZE, node_id=f"n{index}").start() for index in range(2)]
-    yield found
-    for node in found:
-        node.stop()
+    with stand_in_nodes(2, VOCAB_SIZE) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from router_in_thread import VOCAB_SIZE, RouterInThread
 from waiting import wait_until
 
-from stand_in_node import StandInNode
+from stand_in_node import StandInNode, stand_in_nodes
 from tandem.deploy.bench.sse_client import HttpError, post_json
 from tandem.deploy.cli import main
 from tandem.router.text.request_headers import read_headers
@@ -18,10 +18,8 @@ from tandem.router.text.request_headers import read_headers
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[list[StandInNode]]:
-    found = [StandInNode(vocab_size=VOCAB_SIZE, node_id=f"n{index}").start() for index in range(3)]
-    yield found
-    for node in found:
-        node.stop()
+    with stand_in_nodes(3, VOCAB_SIZE) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

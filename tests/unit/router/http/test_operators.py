@@ -13,7 +13,7 @@ import pytest
 from router_in_thread import VOCAB_SIZE, RouterInThread
 from waiting import wait_until
 
-from stand_in_node import StandInNode
+from stand_in_node import StandInNode, stand_in_nodes
 from tandem.deploy.cli import main
 from tandem.engine.process.process_log import FORMAT, JsonFormatter
 
@@ -30,10 +30,8 @@ PROMPT = "the quick brown\nfox"
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[list[StandInNode]]:
-    found = [StandInNode(vocab_size=VOCAB_SIZE, node_id=f"n{index}").start() for index in range(2)]
-    yield found
-    for node in found:
-        node.stop()
+    with stand_in_nodes(2, VOCAB_SIZE) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
