@@ -59,7 +59,8 @@ class _Worker:
 
 
 class WorkerGroup:
-    """The worker processes of one router. `on_serving(port)` is called once, when every worker accepts connections."""
+    """The worker processes of one router. `on_serving(port)` is called once, when a worker accepts connections: from
+    then on the router is in use, and its silence counts."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class WorkerGroup:
                 worker.process.join()
             if worker.process.exitcode is not None and not self._stopping:
                 self._workers[index] = self._replace(worker)
-        if not self._announced and all(worker.serving for worker in self._workers):
+        if not self._announced and any(worker.serving for worker in self._workers):
             self._announced = True
             self._early_deaths = 0
             self._on_serving(self._port)

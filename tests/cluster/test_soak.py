@@ -8,42 +8,27 @@ how long the moments of one setting may take; `.venv/bin/python tests/soak kill`
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from campaign import KINDS, Plan, run_campaign
+from campaign import Plan, run_campaign
 from memory import MemoryPlan, run_memory_soak
-from wall_clock import find_compiler
+from settings import SETTINGS, missing, possible_kinds
 
 NUM_MOMENTS = int(os.environ.get("SOAK_MOMENTS", "120"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
 SECONDS = float(os.environ.get("SOAK_SECONDS", "300"))
 MINUTES = float(os.environ.get("SOAK_MINUTES", "5"))
-# Of each channel's writes; and nodes that refuse what they can't hold.
-FAULTS = ("--fault-injection", "delay:0.001,corrupt:5,drop:9,duplicate:12", "--max-queue", "3")
-# Nobody is ever in time, so that work goes to and fro.
-HURRIED = ("--ttft-target-ms", "20", "--tpot-target-ms", "1")
-SETTINGS = {
-    "shm": {"transport": "shm"},
-    "tcp": {"transport": "tcp", "prefill": 2},
-    "tcp, bad channels": {"transport": "tcp", "arguments": FAULTS},
-    "nixl": {"transport": "nixl"},
-    "nodes that do all work": {"transport": "shm", "elastic": 3, "arguments": HURRIED},
-    "one node": {"transport": "local"},
-}
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_random_moments_change_no_answer_and_leak_nothing(setting: str, tmp_path: Path) -> None:
-    plan = Plan(tmp_path, NUM_MOMENTS // len(SETTINGS), SEED, seconds_limit=SECONDS, **SETTINGS[setting])
-    if plan.transport == "nixl" and find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
-        pytest.skip("the package nixl is not installed")
-    if find_compiler() is None:
-        plan = replace(plan, kinds=tuple(kind for kind in KINDS if kind != "clock"))
+    if missing(setting):
+        pytest.skip(missing(setting))
+    moments = NUM_MOMENTS // len(SETTINGS)
+    plan = Plan(tmp_path, moments, SEED, kinds=possible_kinds(), seconds_limit=SECONDS, **SETTINGS[setting])
     summary = run_campaign(plan)
     print(summary)
     assert summary.failures == []

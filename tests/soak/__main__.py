@@ -1,4 +1,5 @@
-"""`.venv/bin/python tests/soak COMMAND --help`: kill campaigns, memory soaks, and a table of what they found.
+"""`.venv/bin/python tests/soak COMMAND --help`: kill campaigns, many of them side by side, memory soaks, and a table of
+what they found.
 
 Any number may run at the same time, each with a folder and a seed of its own: ports are chosen free.
 """
@@ -9,6 +10,7 @@ import argparse
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the demo model is small: one thread for each node is fastest
@@ -19,6 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/soak", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     kill = commands.add_parser("kill", help="hurt a cluster at random moments and compare every answer")
+    kill.add_argument("--setting", default="", help="one of tests/soak/settings.py, instead of transport and nodes")
     kill.add_argument("--moments", type=int, default=50)
     kill.add_argument("--kinds", default="kill,redis,disk,network,clock", help="which moments, with commas between")
     kill.add_argument("--seconds-limit", type=float, default=3600, help="no new moment after this")
@@ -37,33 +40,52 @@ def main() -> int:
         each.add_argument("--decode", type=int, default=2)
         each.add_argument("--clients", type=int, default=6)
         each.add_argument("--folder", type=Path, required=True, help="for logs and summary.json; made where missing")
+    many = commands.add_parser("many", help="kill campaigns in every setting, side by side")
+    many.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="campaigns, a seed each")
+    many.add_argument("--seconds-limit", type=float, default=600, help="no new moment after this")
+    many.add_argument("--grace-s", type=float, default=300, help="that starts and ends may take beside it")
+    many.add_argument("--seed", type=int, default=1, help="of the first")
+    many.add_argument("--asks", type=int, default=20)
+    many.add_argument("--longest-s", type=float, default=6)
+    many.add_argument("--folder", type=Path, required=True, help="gets a folder for each seed, and summaries.jsonl")
     table = commands.add_parser("table", help="summaries of campaigns as the tables of docs/verification.md")
-    table.add_argument("summaries", type=Path, nargs="+", help="summary.json files, or folders with such below")
+    table.add_argument("summaries", type=Path, nargs="+", help="files of summaries, or folders with summary.json below")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # clusters end with their campaign
-    return {"kill": run_kill, "memory": run_memory, "table": run_table}[options.command](options)
+    return {"kill": run_kill, "many": run_many, "memory": run_memory, "table": run_table}[options.command](options)
 
 
 def run_kill(options: argparse.Namespace) -> int:
     from campaign import KINDS, Plan, run_campaign
-    from wall_clock import find_compiler
+    from settings import SETTINGS, possible_kinds
 
     kinds = tuple(options.kinds.split(","))
     unknown = set(kinds) - set(KINDS)
     if unknown:
         sys.exit(f"--kinds: {', '.join(sorted(unknown))} are none of {', '.join(KINDS)}")
-    if "clock" in kinds and find_compiler() is None:
+    if set(kinds) - set(possible_kinds()):
         print("no C compiler: clocks won't jump", file=sys.stderr)
-        kinds = tuple(kind for kind in kinds if kind != "clock")
+        kinds = tuple(kind for kind in kinds if kind in possible_kinds())
     plan = Plan(
         folder=options.folder.resolve(), num_moments=options.moments, seed=options.seed, transport=options.transport,
         kinds=kinds, seconds_limit=options.seconds_limit, prefill=options.prefill, decode=options.decode,
         workers=options.workers, clients=options.clients, num_asks=options.asks, longest_s=options.longest_s,
         arguments=tuple(options.arguments.split()),
     )  # fmt: skip
+    if options.setting:
+        plan = replace(plan, **SETTINGS[options.setting])
     summary = run_campaign(plan)
     print((plan.folder / "summary.json").read_text(), end="")
     return 1 if summary.failures else 0
+
+
+def run_many(options: argparse.Namespace) -> int:
+    from many import run_side_by_side
+
+    return run_side_by_side(
+        options.folder.resolve(), options.at_once, options.seed, options.seconds_limit, options.grace_s,
+        ("--asks", str(options.asks), "--longest-s", str(options.longest_s), "--clients", "4"),
+    )  # fmt: skip
 
 
 def run_memory(options: argparse.Namespace) -> int:

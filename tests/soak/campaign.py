@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import psutil
 from asks import Ask, make_asks
 from clients import Clients
 from moments import Arena, Moment, NoTarget, moments
@@ -30,6 +31,7 @@ HOST_TIER_BYTES, DISK_TIER_BYTES = 1 << 20, 32 << 20
 POOLS = (256, 96)  # blocks of 16 tokens: roomy, or so few that requests wait and caches are evicted
 MORE_FDS, MORE_THREADS = 16, 6  # than at first that a process may hold at the end: connections that come when used
 AGENT_FDS = 18  # of one end of a link over nixl, counted; they are given back when the link ends
+ROUTER_S = 60.0  # after a signal to a router process, or its start, in which connections may be lost: drains, silence
 TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
 
 
@@ -65,6 +67,11 @@ class Plan:
     def num_nodes(self) -> int:
         return self.elastic or (self.prefill + self.decode if self.is_split else 1)
 
+    @property
+    def nodes(self) -> str:
+        """1+2, or 3."""
+        return f"{self.prefill}+{self.decode}" if "prefill" in self.roles else str(self.num_nodes)
+
 
 @dataclass
 class Summary:
@@ -73,6 +80,7 @@ class Summary:
     seed: int
     transport: str
     kinds: str
+    nodes: str = ""
     moments: int = 0
     struck: dict[str, int] = field(default_factory=dict)
     requests: int = 0
@@ -86,9 +94,10 @@ class Summary:
 
 
 def run_campaign(plan: Plan) -> Summary:
-    """Never raises for what the cluster did: that stands in the summary, which is also left in the folder."""
+    """Never raises for what the cluster did: that stands in the summary, which is also left in the folder, whatever
+    ends the campaign."""
     plan.folder.mkdir(parents=True, exist_ok=True)
-    summary = Summary(plan.seed, plan.transport, ",".join(plan.kinds))
+    summary = Summary(plan.seed, plan.transport, ",".join(plan.kinds), plan.nodes)
     started, mark = time.monotonic(), f"{plan.seed}-{secrets.token_hex(4)}"
     try:
         asks = undisturbed(plan, mark)
@@ -97,16 +106,23 @@ def run_campaign(plan: Plan) -> Summary:
     except Exception as error:  # whatever it is, it belongs into the summary
         traceback.print_exc()
         summary.failures.append(f"{type(error).__name__}: {str(error)[:2000]}")
+    except SystemExit:
+        summary.failures.append("interrupted: what it would have left is not known")
+        raise
+    finally:
+        _judge_what_is_left(plan, mark, summary)
+        summary.seconds = round(time.monotonic() - started, 1)
+        (plan.folder / "summary.json").write_text(json.dumps(asdict(summary)) + "\n")
+    return summary
+
+
+def _judge_what_is_left(plan: Plan, mark: str, summary: Summary) -> None:
     summary.failures += [f"a process outlived its cluster: {name}" for name in wait_for_none(mark, 30)]
-    left = [path.name for path in (plan.folder / "tmp").iterdir()]
+    left = [path.name for path in (plan.folder / "tmp").glob("*")]
     if left:
         summary.failures.append(f"left in the temporary folder: {sorted(left)}")
-    log = (plan.folder / "cluster.log").read_text(errors="replace")
-    summary.tracebacks = len(TRACEBACK.findall(log))
-    summary.seconds = round(time.monotonic() - started, 1)
-    line = json.dumps(asdict(summary))
-    (plan.folder / "summary.json").write_text(line + "\n")
-    return summary
+    log = plan.folder / "cluster.log"
+    summary.tracebacks = len(TRACEBACK.findall(log.read_text(errors="replace"))) if log.exists() else 0
 
 
 def undisturbed(plan: Plan, mark: str) -> list[Ask]:
@@ -171,13 +187,14 @@ class _Run:
         self._plan, self._arena, self._asks, self._summary = plan, arena, asks, summary
         self._cluster = arena.cluster
         self._segments: set[str] = set()
+        self._router_hurt_at = time.monotonic()
 
     def run(self) -> None:
         plan, cluster = self._plan, self._cluster
         cluster.wait_until_ready(plan.num_nodes, plan.restart_s)
         self._exercise(20)
         first = levels(self._arena.processes())
-        clients = Clients(cluster.url, lambda rng: rng.choice(self._asks), plan.seed, plan.clients)
+        clients = self._start_clients()
         try:
             self._hurt(clients)
         finally:
@@ -211,18 +228,23 @@ class _Run:
         time.sleep(rng.random() * 2)
         self._segments |= shared_segments(self._arena.processes())
         self._summary.moments += 1
+        hurts_router = name.startswith("SIG") and "router" in name
+        if hurts_router:
+            self._router_hurt_at = time.monotonic()
         try:
             said = moment(self._arena)
             self._summary.struck[name] = self._summary.struck.get(name, 0) + 1
         except NoTarget as error:
             said = f"{name}: nothing to hurt ({error})"
+        if hurts_router:
+            self._router_hurt_at = time.monotonic()
         print(f"{time.strftime('%H:%M:%S')} {self._summary.moments:4} {said}; {dict(clients.ends)}", flush=True)
         num_nodes = self._plan.num_nodes if rng.random() < 0.7 else 1
         cluster.wait_until_ready(num_nodes, self._plan.restart_s)
 
     def _exercise(self, count: int) -> None:
         """Every connection and thread that serving needs exists after it."""
-        clients = Clients(self._cluster.url, lambda rng: rng.choice(self._asks), self._plan.seed, self._plan.clients)
+        clients = self._start_clients()
         deadline = time.monotonic() + 300
         while clients.ends["equal"] < count and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -230,6 +252,23 @@ class _Run:
         self._count(clients, hung)
         assert clients.ends["equal"] >= count, f"an undisturbed cluster answers {dict(clients.ends)}"
         self._cluster.wait_until_whole(60)
+
+    def _start_clients(self) -> Clients:
+        plan, asks = self._plan, self._asks
+        return Clients(
+            self._cluster.url, lambda rng: rng.choice(asks), plan.seed, plan.clients, self._may_router_be_gone
+        )
+
+    def _may_router_be_gone(self) -> bool:
+        """Whether a router process was hurt, is missing, or has started, a moment ago."""
+        if time.monotonic() - self._router_hurt_at < ROUTER_S:
+            return True
+        started = []
+        for name, process in self._arena.processes().items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                started += [process.create_time()] if name.startswith("router") else []
+        expected = self._plan.workers + 1 if self._plan.workers > 1 else 1
+        return len(started) < expected or time.time() - max(started) < ROUTER_S
 
     def _count(self, clients: Clients, hung: int) -> None:
         summary = self._summary

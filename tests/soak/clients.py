@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
+import socket
 import threading
 import time
 from collections import Counter
@@ -18,10 +20,17 @@ MAX_WAIT_S = 120.0  # of silence; the cluster's own deadline for a request is sh
 
 class Clients:
     """Run until `stop` and ask what `draw` returns. `wrong` says what broke a promise, `errors` counts honest ones by
-    their text."""
+    their text. A connection may be refused or break while `may_be_gone()`: the router itself was hurt."""
 
-    def __init__(self, url: str, draw: Callable[[random.Random], Ask], seed: int, count: int) -> None:
-        self._url, self._draw, self._seed = url, draw, seed
+    def __init__(
+        self,
+        url: str,
+        draw: Callable[[random.Random], Ask],
+        seed: int,
+        count: int,
+        may_be_gone: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._url, self._draw, self._seed, self._may_be_gone = url, draw, seed, may_be_gone
         self._stopping = threading.Event()
         self.ends: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -47,7 +56,9 @@ class Clients:
                 end = self._one(client, rng)
                 self.slowest_s = max(self.slowest_s, time.monotonic() - started)
                 self.ends[end] += 1
-                if end not in ("equal", "left"):
+                if end == "refused":
+                    self._wait_for_a_listener()
+                elif end not in ("equal", "left"):
                     time.sleep(0.3)
 
     def _one(self, client: httpx.Client, rng: random.Random) -> str:
@@ -67,8 +78,10 @@ class Clients:
         except httpx.TimeoutException:
             self.wrong.append(f"no answer within {MAX_WAIT_S:g} s to {_brief(each)}")
             return "hung"
-        except httpx.TransportError:
-            return "connection"  # refused or broken: the router itself was gone
+        except httpx.TransportError as error:
+            if not self._may_be_gone():
+                self.wrong.append(f"{error!r} with a router that nobody hurt, for {_brief(each)}")
+            return "refused" if isinstance(error, httpx.ConnectError) else "connection"
         except Exception as error:  # whatever it is, it must be in the report
             self.wrong.append(f"{error!r} for {_brief(each)}")
             return "wrong"
@@ -76,6 +89,14 @@ class Clients:
         if differs:
             self.wrong.append(f"{differs} (stream: {stream}) for {_brief(each)}")
         return "wrong" if differs else "equal"
+
+    def _wait_for_a_listener(self) -> None:
+        """One outage is one refusal for each client, however long it lasts."""
+        url = httpx.URL(self._url)
+        while not self._stopping.is_set():
+            with contextlib.suppress(OSError), socket.create_connection((url.host, url.port), 10):
+                return
+            time.sleep(0.3)
 
 
 def _brief(each: Ask) -> str:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import struct
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 RELAY_HOST = "127.0.0.2"
 CHUNK = 1 << 16
-SCAN_S = 0.05
+SCAN_S = 0.1
+LISTEN = "0A"  # in /proc/net/tcp
 ZMQ_GREETING = 0xFF  # first byte of a ZMTP connection; KV links begin with a length below 2**24
 FAULTS = ("stall", "drop", "delay", "reset", "half-close")
 
@@ -221,19 +224,28 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 def _listening(processes: dict[str, psutil.Process]) -> dict[int, str]:
     """Ports on which nodes listen, with their names."""
-    ports = {}
-    for name, process in processes.items():
-        if name.split("-")[0] in ("prefill", "decode", "unified"):
-            with contextlib.suppress(psutil.Error, OSError):
-                connections = process.net_connections("tcp")
-                ports |= {each.laddr.port: name for each in connections if each.status == psutil.CONN_LISTEN}
-    return ports
+    nodes = {name: each for name, each in processes.items() if name.split("-")[0] in ("prefill", "decode", "unified")}
+    listening = {inode: port for inode, (port, state) in _sockets().items() if state == LISTEN}
+    return {listening[inode]: name for name, each in nodes.items() for inode in _held(each) & listening.keys()}
 
 
 def _who(source_port: int, processes: dict[str, psutil.Process]) -> str:
     """Name of the process that connects from that port; "" if it is none of these."""
-    for name, process in processes.items():
-        with contextlib.suppress(psutil.Error, OSError):
-            if any(each.laddr.port == source_port and each.raddr for each in process.net_connections("tcp")):
-                return name
-    return ""
+    wanted = {inode for inode, (port, state) in _sockets().items() if port == source_port and state != LISTEN}
+    return next((name for name, each in processes.items() if _held(each) & wanted), "")
+
+
+def _sockets() -> dict[str, tuple[int, str]]:
+    """Local port and state of each TCP socket of this host, by its inode: one file, however many processes ask."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {row[9]: (int(row[1].rpartition(":")[2], 16), row[3]) for row in rows}
+
+
+def _held(process: psutil.Process) -> set[str]:
+    """Inodes of the sockets that a process holds."""
+    held = set()
+    with contextlib.suppress(OSError):
+        for each in os.scandir(f"/proc/{process.pid}/fd"):
+            with contextlib.suppress(OSError):
+                held.add(os.readlink(each.path).removeprefix("socket:[").removesuffix("]"))
+    return held

@@ -10,14 +10,14 @@ from typing import Any
 
 Summaries = list[dict[str, Any]]
 CAMPAIGN_COLUMNS = (
-    "transport", "kinds", "seeds", "moments struck", "requests", "equal", "clients that left", "honest errors",
-    "connection lost", "wrong", "no end", "slowest", "broken promises",
+    "transport", "nodes", "kinds", "seeds", "moments struck", "requests", "equal", "clients that left", "honest errors",
+    "connection lost", "refused", "wrong", "no end", "slowest", "broken promises",
 )  # fmt: skip
 MEMORY_COLUMNS = ("transport", "seed", "minutes", "requests", "process", "RSS in MB: first, third, end", "an hour", "")
 
 
 def print_tables(paths: Iterable[Path]) -> None:
-    summaries = [json.loads(path.read_text()) for path in _files(paths)]
+    summaries = [json.loads(line) for path in _files(paths) for line in path.read_text().splitlines()]
     campaigns = [each for each in summaries if "moments" in each]
     if campaigns:
         print_table(CAMPAIGN_COLUMNS, campaign_rows(campaigns))
@@ -29,6 +29,7 @@ def print_tables(paths: Iterable[Path]) -> None:
 
 
 def _files(paths: Iterable[Path]) -> list[Path]:
+    """A line of JSON a campaign: several runs' may stand in one file, and are added up."""
     return sorted(file for path in paths for file in (path.rglob("summary.json") if path.is_dir() else [path]))
 
 
@@ -41,19 +42,19 @@ def print_table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Non
 
 
 def campaign_rows(campaigns: Summaries) -> Iterable[list[object]]:
-    """A row for each transport and choice of kinds."""
-    groups: dict[tuple[str, str], Summaries] = defaultdict(list)
+    """A row for each transport, number of nodes and choice of kinds."""
+    groups: dict[tuple[str, str, str], Summaries] = defaultdict(list)
     for each in campaigns:
-        groups[each["transport"], each["kinds"]].append(each)
-    for (transport, kinds), group in sorted(groups.items()):
+        groups[each["transport"], each["nodes"], each["kinds"]].append(each)
+    for (transport, nodes, kinds), group in sorted(groups.items()):
         ends = sum((Counter(each["ends"]) for each in group), Counter[str]())
         honest = sum(count for end, count in ends.items() if end.isdigit() or end == "error in the stream")
         struck = sum(sum(each["struck"].values()) for each in group)
         yield [
-            transport, kinds.replace(",", ", "), _ranges(each["seed"] for each in group), f"{struck:,}",
+            transport, nodes, kinds.replace(",", ", "), _ranges(each["seed"] for each in group), f"{struck:,}",
             f"{sum(each['requests'] for each in group):,}", f"{ends['equal']:,}", ends["left"], f"{honest:,}",
-            f"{ends['connection']:,}", ends["wrong"], ends["hung"], f"{max(each['slowest_s'] for each in group):g} s",
-            sum(bool(each["failures"]) for each in group),
+            f"{ends['connection']:,}", f"{ends['refused']:,}", ends["wrong"], ends["hung"],
+            f"{max(each['slowest_s'] for each in group):g} s", sum(bool(each["failures"]) for each in group),
         ]  # fmt: skip
 
 

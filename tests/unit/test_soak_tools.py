@@ -39,6 +39,8 @@ def test_every_difference_is_seen(got: dict[int, dict]) -> None:
 
 def test_rounding_is_no_difference() -> None:
     assert difference(ANSWER, changed(logprobs={"token_logprobs": [-0.5009, -1.0]})) == ""
+    assert difference({"rank": 169}, {"rank": 170}) == ""
+    assert difference({"rank": 1}, {"rank": 2})
 
 
 # --- relay ----------------------------------------------------------------------------------------------------
@@ -171,9 +173,10 @@ def test_growth_is_told_from_a_start_and_from_noise(rss: list[int], verdict: str
 
 def test_campaigns_are_added_up() -> None:
     one = {
-        "seed": 1, "transport": "tcp", "kinds": "kill,redis", "moments": 2, "struck": {"SIGKILL decode": 2},
-        "requests": 9, "ends": {"equal": 6, "503": 1, "connection": 2}, "slowest_s": 2.5, "failures": [],
+        "seed": 1, "transport": "tcp", "nodes": "1+2", "kinds": "kill,redis", "moments": 2, "requests": 9,
+        "struck": {"SIGKILL decode": 2}, "ends": {"equal": 6, "503": 1, "connection": 2, "refused": 3},
+        "slowest_s": 2.5, "failures": [],
     }  # fmt: skip
     other = {**one, "seed": 2, "failures": ["wrong"], "slowest_s": 1.0}
     (row,) = campaign_rows([one, other])
-    assert list(row) == ["tcp", "kill, redis", "1–2", "4", "18", "12", 0, "2", "4", 0, 0, "2.5 s", 1]
+    assert list(row) == ["tcp", "1+2", "kill, redis", "1–2", "4", "18", "12", 0, "2", "4", "6", 0, 0, "2.5 s", 1]

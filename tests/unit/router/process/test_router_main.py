@@ -185,6 +185,31 @@ def test_two_workers_share_the_port_and_are_replaced(
         assert router.process.wait(PATIENCE_S) == 0
 
 
+FIRST_ALONE = """
+import time
+from tandem.engine.contracts.config import ModelOptions, RouterOptions
+from tandem.router.process.worker_group import WorkerGroup
+def first_alone(options, port, router_id, seat, on_serving, on_beat):
+    if seat.index == 0:
+        on_serving(port)
+    while True:
+        on_beat()
+        time.sleep(0.1)
+if __name__ == "__main__":
+    options = RouterOptions(model=ModelOptions(model=""), port=0, workers=2)
+    WorkerGroup(options, first_alone, lambda port: print(port, flush=True)).run()
+"""
+
+
+def test_a_group_is_in_use_as_soon_as_one_worker_serves(tmp_path: Path) -> None:
+    """Else nobody would watch its silence before the last one serves, which may be minutes later on a busy host."""
+    (tmp_path / "main.py").write_text(FIRST_ALONE)
+    with subprocess.Popen([sys.executable, str(tmp_path / "main.py")], stdout=subprocess.PIPE, text=True) as group:
+        assert group.stdout is not None
+        assert int(group.stdout.readline()) > 0
+        group.kill()
+
+
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (8, 2), (16, 4), (128, 8)])
 def test_workers_follow_the_cores_unless_given(cores: int, workers: int) -> None:
     assert default_workers(cores) == workers
