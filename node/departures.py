@@ -7,9 +7,10 @@ KVCommitted. Whatever else ends the hand-off lets the sequence go on here. Pure;
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
+from tandem.engine.contracts.wire.durations import note_duration
 from tandem.engine.contracts.wire.parts import Continuation, Message
 from tandem.engine.contracts.wire.requests import Migrate, Migrated
 from tandem.engine.scheduling.request import Request, RequestState
@@ -34,10 +35,12 @@ class MigrationCounters:
     finished: int = 0
     failed: int = 0  # sequences that went on here
     tokens: int = 0  # the length of sequences that have left
-    pause_s: float = 0.0  # how long they stood still, in all
+
+    pauses: dict[str, float] = field(default_factory=lambda: {"migrations_pause_s": 0.0})  # how long they stood still
 
     def as_dict(self) -> dict[str, float]:
-        return {f"migrations_{name}": float(value) for name, value in vars(self).items()}
+        numbers = {name: value for name, value in vars(self).items() if name != "pauses"}
+        return {**{f"migrations_{name}": float(number) for name, number in numbers.items()}, **self.pauses}
 
 
 @dataclass(eq=False, slots=True)
@@ -174,7 +177,7 @@ class Departures:
         order, request = departure.order, departure.request
         self.counters.finished += 1
         self.counters.tokens += request.num_tokens
-        self.counters.pause_s += now - departure.paused_at
+        note_duration(self.counters.pauses, "migrations_pause_s", now - departure.paused_at)
         del self._departures[departure.key]
         self._scheduler.state.abort(order.key, (order.sample_index,))
         self._book.sample_left(request.key, order.sample_index)

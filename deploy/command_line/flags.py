@@ -21,8 +21,9 @@ def add_flags(parser: argparse.ArgumentParser, options: Mapping[str, Option]) ->
         arguments: dict[str, Any] = {"default": argparse.SUPPRESS, "help": option.help_with_default}
         if option.is_positional:
             group.add_argument(option.name, nargs="?", metavar=option.name.upper(), **arguments)
-            if option.name == "model":
-                group.add_argument("--model", *_other_flags("model"), help=argparse.SUPPRESS, default=argparse.SUPPRESS)
+            if option.name in ("model", "url"):  # as other commands have it, too
+                flags = [option.flag, *_other_flags(option.name)]
+                group.add_argument(*flags, dest=option.name, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
             continue
         if option.kind is bool:
             arguments["action"] = argparse.BooleanOptionalAction

@@ -69,6 +69,7 @@ ROWS = (
         Panel("Nodes that lack or are spare", "short", [
             (_rate("tandem_router_late_work_seconds_total"), "lack"), ("max(tandem_router_spare_nodes)", "spare")],
             "Work a second by which somebody is late; time that what is promised leaves"),
+        Panel("Wait on nodes", "s", _quantiles("tandem_node_queue_seconds"), "Of prompts, for their first step"),
         Panel("Why there", "reqps", [(_rate("tandem_router_placements_total", "reason"), "{{reason}}")], stacked=True),
     )),
     Row("KV cache", (
@@ -93,7 +94,9 @@ ROWS = (
     Row("Hand-offs and moves", (
         Panel("Pushed", "Bps", [(_rate("tandem_node_kv_pushed_bytes_total", "node"), "{{node}}")]),
         Panel("Rate of a push", "Bps", [
-            (_per("tandem_node_kv_pushed_bytes_total", "tandem_node_kv_push_seconds_total"), "{{node}}")]),
+            (_per("tandem_node_kv_pushed_bytes_total", "tandem_node_kv_push_seconds_sum"), "{{node}}")]),
+        Panel("A push", "s", _quantiles("tandem_node_kv_push_seconds"), "On a GPU its launch"),
+        Panel("Check of a hand-off", "s", _quantiles("tandem_node_kv_verify_seconds")),
         Panel("Hand-offs a second", "short", [
             (_rate("tandem_node_handoffs_in_total"), "committed"),
             (_rate("tandem_node_handoffs_in_recomputed_total"), "computed again"),
@@ -108,6 +111,7 @@ ROWS = (
             (_rate("tandem_router_nodes_lost_total"), "nodes lost")]),
     )),
     Row("Steps", (
+        Panel("A step", "s", _quantiles("tandem_node_step_seconds"), "Of those that follow another at once"),
         Panel("Steps a second", "short", [(_rate("tandem_node_steps_total", "node"), "{{node}}")]),
         Panel("Rows a step", "short", [
             (_per("tandem_node_step_rows_total", "tandem_node_steps_total"), "{{node}}")]),

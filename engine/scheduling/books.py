@@ -14,6 +14,7 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.hashing import BlockHasher
 from tandem.engine.contracts.keys import AttemptKey
+from tandem.engine.contracts.wire.durations import note_duration
 from tandem.engine.contracts.wire.parts import KV_OVERFLOW, FirstToken, Targets
 from tandem.engine.scheduling import stop
 from tandem.engine.scheduling.allocator import KVAllocator
@@ -125,6 +126,7 @@ class SchedulerState:
         self.num_faults = 0  # requests that were given up
         self.num_overflowed = 0  # requests whose KV this pool's dtype could not hold
         self.num_prompt_tokens = self.num_cached_tokens = 0  # of prompts that started here; found in any cache
+        self.waits = {"queue_s": 0.0}  # from a prompt's coming to its first start
         self.events: list[EngineEvent] = []
         self._requests: dict[AttemptKey, list[Request]] = {}
         self._num_adopted = 0
@@ -179,7 +181,8 @@ class SchedulerState:
         self.kv.register_full_blocks(request, None)
 
     def count_start(self, request: Request) -> None:
-        """Counts the prompt of `request`, and what is cached of it, at its first start."""
+        """Counts the prompt of `request`, how long it waited, and what is cached of it, at its first start."""
+        note_duration(self.waits, "queue_s", self.clock.now() - request.waiting_since)
         self.num_prompt_tokens += request.num_prompt_tokens
         self.num_cached_tokens += request.num_cached_tokens
 

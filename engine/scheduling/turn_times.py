@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tandem.engine.contracts.wire.durations import note_duration
 from tandem.engine.scheduling.step import SchedulerOutput
 
 # What the step loop does, in the order of a turn. "device": waiting for the step that runs.
@@ -42,7 +43,7 @@ class TurnTimes:
         self._most_rows, self._most_tokens = most
         reasons = {f"slow_steps_{reason}": 0.0 for reason in REASONS}
         sums = dict.fromkeys((*map(_seconds_in, PARTS), *SUMS), 0.0)
-        self.counters = {"steps": 0.0, "slow_steps": 0.0, **reasons, **sums}
+        self.counters = {"step_s": 0.0, "slow_steps": 0.0, **reasons, **sums}
 
     def charge(self, part: str) -> None:
         """Charges the time since the last call to `part`."""
@@ -66,7 +67,7 @@ class TurnTimes:
         self._sum_up(step)
         parts, total, cpu = self._parts, sum(self._parts.values()), self._cpu_clock()
         if self._follows:
-            self.counters["steps"] += 1
+            note_duration(self.counters, "step_s", total)
             if total > self._slow_s:
                 self._count(step, parts, total, cpu - self._cpu)
             else:

@@ -148,9 +148,7 @@ class Puller:
                 self.rates.measured(pull.hint.peer.node_id, len(pull.wanted) * size, seconds, self._now)
             self._let_go(pull)
             return
-        self.counters.completed += 1
-        self.counters.seconds += seconds
-        self.counters.tokens += len(blocks) * size
+        self.counters.came(seconds, len(blocks) * size)
         if not pull.is_computed:
             self.rates.measured(pull.hint.peer.node_id, len(blocks) * size, seconds, self._now)
         self._register(pull, blocks)
@@ -201,7 +199,7 @@ class Puller:
         return self.rates.s_per_token(self.compute_rate.seconds, self._now), self.rates.by_peer(self._now)
 
     def as_counters(self) -> dict[str, float]:
-        return {f"pull_{name}": float(value) for name, value in vars(self.counters).items()}
+        return self.counters.as_dict()
 
     def check_integrity(self) -> None:
         self._below.check_integrity()
@@ -280,9 +278,7 @@ class Puller:
         self._moving.difference_update(pull.wanted)
         del self._pulls[pull.request]
         if blocks:
-            self.counters.completed += 1
-            self.counters.seconds += self._now - pull.asked_at
-            self.counters.tokens += len(blocks) * self._cache.block_size
+            self.counters.came(self._now - pull.asked_at, len(blocks) * self._cache.block_size)
             self._register(pull, blocks)
             pull.request.trust()
         else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tandem.engine.blocks.reservations import Hold
 from tandem.engine.contracts.keys import AttemptKey
+from tandem.engine.contracts.wire.durations import note_duration
 from tandem.engine.contracts.wire.parts import PeerRef, PrefixHint, PrefixWork
 from tandem.engine.scheduling.request import Request
 
@@ -69,4 +70,13 @@ class PullCounters:
     declined: int = 0  # pulls not made because computing was expected to be faster
     early: int = 0  # requests that began while what a peer computed for them was on its way
     tokens: int = 0  # tokens that pulls have brought, so that they need not be computed
-    seconds: float = 0.0  # from question to arrival, summed over completed pulls
+    times: dict[str, float] = field(default_factory=lambda: {"pull_seconds": 0.0})  # from question to arrival
+
+    def came(self, seconds: float, num_tokens: int) -> None:
+        self.completed += 1
+        self.tokens += num_tokens
+        note_duration(self.times, "pull_seconds", seconds)
+
+    def as_dict(self) -> dict[str, float]:
+        numbers = {name: value for name, value in vars(self).items() if name != "times"}
+        return {**{f"pull_{name}": float(number) for name, number in numbers.items()}, **self.times}

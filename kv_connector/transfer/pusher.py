@@ -9,6 +9,7 @@ import torch
 
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.kv_layout import KVLayout
+from tandem.engine.contracts.wire.durations import note_duration
 from tandem.kv_connector.layouts.geometry import BlockGeometry
 from tandem.kv_connector.layouts.plan import plan
 from tandem.kv_connector.layouts.rank_pools import RankPools
@@ -94,7 +95,7 @@ class Pusher:
             channel.write(self._digests.with_sums(write, channel, staged), staged)
             self._counters["kv_pushed_bytes"] += nbytes
         seconds = time.monotonic() - started
-        self._counters["kv_push_s"] += seconds
+        note_duration(self._counters, "kv_push_s", seconds)
         self._on_pushed(push.key, layers, int(self._counters["kv_pushed_bytes"] - before), seconds)
 
 

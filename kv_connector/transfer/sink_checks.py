@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tandem.engine.contracts.kv_layout import KVLayout
+from tandem.engine.contracts.wire.durations import note_duration
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
 from tandem.kernels.blocks.digest import sent_form, valid_slots
 from tandem.kernels.blocks.digest_pass import SumPass, SumPasses
@@ -87,6 +89,7 @@ class SinkChecks:
     def verify(self, job: Verify) -> Verified:
         """Compares digests. The answer has the places, in the hand-off's order, of blocks that differ from what the
         source sent, or that can't be checked."""
+        began = time.monotonic()
         try:
             expected = np.frombuffer(job.digests, dtype="<i8")
             actual = self._digests(job)
@@ -97,6 +100,7 @@ class SinkChecks:
         bad = tuple(int(index) for index in np.flatnonzero(~matches))
         self._counters["kv_blocks_verified"] += len(job.block_ids)
         self._counters["kv_blocks_bad"] += len(bad)
+        note_duration(self._counters, "kv_verify_s", time.monotonic() - began)
         return Verified(job.key, job.grant_id, job.round, bad)
 
     def _digests(self, job: Verify) -> np.ndarray:

@@ -86,7 +86,7 @@ class TransferWorker:
             (
                 "kv_jobs", "kv_pushed_bytes", "kv_push_s", "kv_push_failures",
                 "kv_digest_passes",  # hand-offs whose digests were not made while they were pushed
-                "kv_blocks_verified", "kv_blocks_bad",
+                "kv_blocks_verified", "kv_blocks_bad", "kv_verify_s",
             ),
             0.0,
         )  # fmt: skip

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["counter", "gauge"]
+Kind = Literal["counter", "gauge", "histogram"]
 VLLM = "vllm:"  # the prefix of names that are vLLM's; those families have the label `model_name`
 
 
 @dataclass(frozen=True, slots=True)
 class NodeMetric:
-    """A series of each node. `key` is a field of Status, or the name of one of its counters."""
+    """A series of each node. `key` is a field of Status, or the name of one of its counters. A histogram's counter is
+    the sum of durations, which are counted as `engine/contracts/wire/durations.py` says."""
 
     key: str
     family: str  # as in a HELP line: without the `_total` of a counter's series
@@ -26,8 +27,8 @@ class NodeMetric:
 
     @property
     def series(self) -> str:
-        """The name in a query."""
-        return self.family + "_total" * (self.kind == "counter")
+        """The name in a query; of a histogram, the sum's."""
+        return self.family + {"counter": "_total", "histogram": "_sum", "gauge": ""}[self.kind]
 
 
 def _node(kind: Kind, rows: Mapping[str, tuple[str, str]]) -> Iterator[NodeMetric]:
@@ -71,7 +72,6 @@ _COUNTERS = {
     "cached_tokens": ("vllm:prefix_cache_hits", "Prompt tokens that were not computed, wherever they came from"),
     "allocate_s": ("allocate_seconds", "Seconds in which blocks were found; part of turn_seconds of schedule"),
     "busy_s": ("busy_seconds", "Seconds with a step launched; its rate is the busy share"),
-    "steps": ("steps_following", "Steps that followed another at once; slow_steps are among them"),
     "steps_read": ("steps", "Steps"),
     "step_rows": ("step_rows", "Rows of all steps"),
     "step_tokens": ("step_tokens", "Tokens of all steps"),
@@ -90,7 +90,6 @@ _COUNTERS = {
     "kv_quality_changes": ("kv_quality_changes", "Those of them whose most likely token the cache changed"),
     "kv_jobs": ("kv_jobs", "Jobs of the transfer thread"),
     "kv_pushed_bytes": ("kv_pushed_bytes", "Bytes of KV pushed to others"),
-    "kv_push_s": ("kv_push_seconds", "Seconds of the transfer thread in pushes"),
     "kv_push_failures": ("kv_push_failures", "Pushes that failed"),
     "kv_digest_passes": ("kv_digest_passes", "Digests made by a pass over blocks of their own"),
     "kv_blocks_verified": ("kv_blocks_verified", "Blocks that came and were what was sent"),
@@ -116,13 +115,11 @@ _COUNTERS = {
     "pull_declined": ("pulls_declined", "Prefixes not asked for: computing was faster"),
     "pull_early": ("pulls_early", "Prompts begun while another node computed their beginning"),
     "pull_tokens": ("pulled_tokens", "Tokens that pulls brought"),
-    "pull_seconds": ("pull_seconds", "Seconds from question to arrival, of pulls that came"),
     "pull_served_blocks": ("pull_served_blocks", "Blocks given to other nodes' pulls"),
     "migrations_started": ("moves_started", "Running sequences that began to move away"),
     "migrations_finished": ("moves_finished", "Running sequences that moved away"),
     "migrations_failed": ("moves_failed", "Running sequences that were to move and stayed"),
     "migrations_tokens": ("moved_tokens", "Length of the sequences that moved away"),
-    "migrations_pause_s": ("move_pause_seconds", "Seconds that sequences which moved away stood still here"),
     "control_undecodable": ("control_undecodable", "Messages that can't be read"),
     "control_unknown_peer": ("control_unknown_peer", "Messages of peers that have not greeted"),
     "control_refused": ("control_refused", "Greetings refused, here or there"),
@@ -149,6 +146,14 @@ _COUNTERS = {
     "encoder_runs": ("encoder_runs", "Inputs that an encoder-decoder's encoder computed"),
     "encoder_positions_stored": ("encoder_positions_stored", "Positions of encoders' outputs put into the cache"),
 }
+_HISTOGRAMS = {
+    "queue_s": ("queue_seconds", "From a prompt's coming to its first step"),
+    "step_s": ("step_seconds", "Between the results of two steps of which one followed the other at once"),
+    "kv_push_s": ("kv_push_seconds", "Of the transfer thread in a push; on a GPU, in launching it"),
+    "kv_verify_s": ("kv_verify_seconds", "Of the transfer thread in checking what came of a hand-off"),
+    "pull_seconds": ("pull_seconds", "From question to arrival, of pulls that came"),
+    "migrations_pause_s": ("move_pause_seconds", "In which a sequence that moved away stood still here"),
+}
 _TIERS = ("host", "disk")
 _TURN_PARTS = ("events", "upkeep", "schedule", "launch", "urgent", "device", "results")
 _TRANSPORTS = ("local", "cuda_ipc", "shm", "nixl", "ucx", "tcp")
@@ -158,6 +163,7 @@ NODE_METRICS: tuple[NodeMetric, ...] = (
     *_each("gauge", "tier", "tier_{}_blocks", "tier_blocks", "Blocks that a tier below the pool holds", _TIERS),
     *_each("gauge", "tier", "tier_{}_capacity", "tier_capacity_blocks", "Blocks that a tier has room for", _TIERS),
     *_node("counter", _COUNTERS),
+    *_node("histogram", _HISTOGRAMS),
     *_each("counter", "tier", "tier_{}_hits", "tier_hit_blocks", "Blocks that a tier gave", _TIERS),
     *_each("counter", "tier", "tier_{}_hit_tokens", "tier_hit_tokens", "Prompt tokens that a tier gave", _TIERS),
     *_each("counter", "tier", "tier_{}_evictions", "tier_evictions", "Blocks that a tier gave up for others", _TIERS),

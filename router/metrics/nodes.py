@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
+from tandem.engine.contracts.wire.durations import BOUNDS_S, bucket_keys
 from tandem.router.metrics.catalog import IN_OTHERS, NODE_METRICS, UNKNOWN, VLLM, NodeMetric
 from tandem.router.placing.view import NodeView
 
 NODE, MODEL = ("node", "role"), "model_name"
 _FAMILIES = {name: tuple(of) for name, of in groupby(NODE_METRICS, lambda metric: metric.family)}
-_KEYS = frozenset(metric.key for metric in NODE_METRICS) | IN_OTHERS
+_TIMES = [metric for metric in NODE_METRICS if metric.kind == "histogram"]
+_KEYS = IN_OTHERS.union((metric.key for metric in NODE_METRICS), *(bucket_keys(metric.key) for metric in _TIMES))
 _KEY_OF = {(metric.series, metric.value): metric.key for metric in NODE_METRICS}
 
 
@@ -36,7 +39,8 @@ class NodeCollector(Collector):
 
 @dataclass
 class NodeReading:
-    """What an exposition says of one node: its values by the keys of NODE_METRICS; 0 for what it doesn't say."""
+    """What an exposition says of one node: its values by the keys of NODE_METRICS, of times the sums; 0 for what it
+    doesn't say."""
 
     role: str
     figures: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -47,7 +51,7 @@ def read_nodes(exposition: str) -> dict[str, NodeReading]:
     nodes: dict[str, NodeReading] = {}
     for family in text_string_to_metric_families(exposition):
         for series, labels, value, *_ in family.samples:
-            if not labels.keys() >= set(NODE):
+            if not labels.keys() >= set(NODE) or (family.type == "histogram" and not series.endswith("_sum")):
                 continue
             node = nodes.setdefault(labels["node"], NodeReading(labels["role"]))
             mark = next((of for name, of in labels.items() if name not in (*NODE, MODEL)), "")
@@ -57,7 +61,7 @@ def read_nodes(exposition: str) -> dict[str, NodeReading]:
 
 def _family(metrics: Sequence[NodeMetric], views: Sequence[NodeView]) -> Metric:
     first = metrics[0]
-    kind = CounterMetricFamily if first.kind == "counter" else GaugeMetricFamily
+    kind = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}[first.kind]
     is_vllms = first.family.startswith(VLLM)
     family = kind(first.family, first.text, labels=[*NODE, *[MODEL] * is_vllms, *[first.label] * bool(first.label)])
     for view in views:
@@ -66,9 +70,17 @@ def _family(metrics: Sequence[NodeMetric], views: Sequence[NodeView]) -> Metric:
             value = getattr(view.status, metric.key, None)
             if value is None:
                 value = view.status.counters.get(metric.key)
-            if value is not None:
+            if value is not None and isinstance(family, HistogramMetricFamily):
+                family.add_metric(labels, _buckets(metric.key, view.status.counters), float(value))
+            elif value is not None:
                 family.add_metric([*labels, *[metric.value] * bool(metric.label)], float(value))
     return family
+
+
+def _buckets(key: str, counters: Mapping[str, float]) -> list[tuple[str, float]]:
+    """How many durations were at most each bound."""
+    numbers = accumulate(counters.get(each, 0.0) for each in bucket_keys(key))
+    return [(floatToGoString(bound), number) for bound, number in zip(BOUNDS_S, numbers, strict=True)]
 
 
 def _unlisted(views: Sequence[NodeView]) -> Metric:

@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import uvloop
 
@@ -18,6 +19,7 @@ from tandem.engine.process.process_log import start_log
 from tandem.engine.process.process_name import name_process
 from tandem.router.placing.siblings import Seat
 from tandem.router.process.port import bind
+from tandem.router.process.said_by_one import SaidByOne
 from tandem.router.process.sources import open_sources
 from tandem.router.process.worker import Worker, stop_on_signals
 from tandem.router.process.worker_group import WorkerGroup
@@ -77,6 +79,9 @@ def run_worker(
 ) -> None:
     """Runs one of several worker processes, with a listening socket of its own on the shared port."""
     start_log(options.log_level, options.log_format)
+    say_once = SaidByOne(Path(seat.path).parent, seat.index)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(say_once)
     name_process(f"router {seat.index}")
     sock = bind(options.host, port, share_port=True)
     _run(Worker(options, router_id, seat), options, sock, on_serving, on_beat)

@@ -157,7 +157,7 @@ class StandInNode:
             num_blocks=1000,
             block_size=16,
             draining=self.draining,
-            counters={"steps": float(self.num_tokens), "busy_s": 0.001 * self.num_tokens},
+            counters={"steps_read": float(self.num_tokens), "busy_s": 0.001 * self.num_tokens},
         )
 
     # --- the thread ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from tandem.deploy.cli import main
 from tandem.deploy.observe.names import asked_for, node_families, router_families, series
 from tandem.deploy.observe.write import RULES, alerts, files
 from tandem.engine.contracts.wire.connection import Status
+from tandem.engine.contracts.wire.durations import note_duration
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.router.metrics.catalog import NODE_METRICS
 from tandem.router.metrics.nodes import read_nodes
@@ -42,6 +43,21 @@ def test_what_is_listed_is_shown() -> None:
     of_labels = {f"tandem_router_{name}_total" for name in unsaid}
     assert series() - shown == of_labels
     assert shown - series() == {"tandem_node_unlisted"}
+
+
+def test_durations_are_counted_in_buckets() -> None:
+    counters: dict[str, float] = {}
+    for seconds in (0.0004, 0.003, 0.003, 90.0):
+        note_duration(counters, "step_s", seconds)
+    view = NodeView(NodeInfo(node_id="d0", epoch=1, role="decode"), Status(node_id="d0", epoch=1, counters=counters))
+    lines = RouterMetrics(lambda: [view]).exposition().decode().splitlines()
+    told = dict(line.rsplit(" ", 1) for line in lines if line.startswith("tandem_node_step_seconds"))
+    labels = 'node="d0",role="decode"'
+    for bound, number in (("0.0001", "0.0"), ("0.0005", "1.0"), ("0.005", "3.0"), ("30.0", "3.0"), ("+Inf", "4.0")):
+        assert told[f'tandem_node_step_seconds_bucket{{le="{bound}",{labels}}}'] == number
+    assert told[f"tandem_node_step_seconds_count{{{labels}}}"] == "4.0"
+    assert float(told[f"tandem_node_step_seconds_sum{{{labels}}}"]) == pytest.approx(90.0064)
+    assert "tandem_node_unlisted" not in "\n".join(lines)
 
 
 def test_what_is_shown_can_be_read_back() -> None:

@@ -116,7 +116,7 @@ def test_the_command_shows_a_row_a_node(
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].endswith(": ready")
         assert [line.split()[0] for line in lines[-3:]] == ["node", "n0", "n1"]
-    assert main(["status", router.url, "--api-key", "sk-admin", "--json"]) == 0
+    assert main(["status", "--url", router.url, "--api-key", "sk-admin", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["nodes"]) == 2
     assert main(["status", router.url]) == 2
     assert "scope admin" in capsys.readouterr().err
