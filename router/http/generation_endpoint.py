@@ -77,7 +77,7 @@ class GenerationEndpoint:
             asked = await self._read(raw, permit.caller.tenant)
             exchange.name(asked.completion_id)
             if self._traces is not None:
-                exchange.trace(self._service.facts_of(asked.body.model).name, [])
+                exchange.trace(self._service.facts_of(asked.body.model).name, [], [])
             logger.debug("%s: %s", asked.completion_id, headers)
             if asked.body.stream:
                 await self._stream(asked, exchange, permit, _client(scope), receive, send)
@@ -153,8 +153,8 @@ class GenerationEndpoint:
             exchange.count(generations, self._log.num_chars)
         if self._traces is not None:
             now = time.monotonic()
-            stages = [stage for generation in generations for stage in stages_of(generation, now)]
-            exchange.trace(exchange.model, stages)
+            stages = [list(stages_of(generation, now)) for generation in generations]
+            exchange.trace(exchange.model, stages, [generation.story for generation in generations])
         permit.charge(sum(generation.num_tokens for generation in generations))
         generations.clear()
 

@@ -122,7 +122,7 @@ class Worker:
         desk = RequestDesk(service, self._seat)
         await desk.exchange.open()
         endpoint = self._options.otlp_traces_endpoint
-        traces = RequestTraces(endpoint, self.info.node_id) if endpoint else None
+        traces = RequestTraces(endpoint, self.info.node_id, desk.told) if endpoint else None
         app = make_app(service, Gate(self._api_keys, sources.limits), self._chat, desk, traces)
         self._server = server = Server(app, last_resort_s, self._http_limits(), self._options.web)
         service.connect()
@@ -137,6 +137,8 @@ class Worker:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if traces is not None:
+                await traces.settle()
             desk.exchange.close()
             cluster.close()
             if traces is not None:

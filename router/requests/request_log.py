@@ -11,6 +11,7 @@ from typing import Any
 from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.errors import TandemError
 from tandem.router.access.limits import Permit
+from tandem.router.recent.story import RequestStory
 from tandem.router.requests.actions import Fail
 from tandem.router.requests.generation import Generation
 from tandem.router.text.request_headers import RequestHeaders
@@ -38,7 +39,8 @@ class HttpExchange:
     permit: Permit | None = None
     completion_id: str = ""
     model: str = ""  # by the name that the client gave; of traces alone
-    stages: list[Stage] = field(default_factory=list)  # of traces alone
+    stages: list[list[Stage]] = field(default_factory=list)  # of each prompt; of traces alone
+    stories: list[RequestStory] = field(default_factory=list)  # of each prompt; of traces alone
     error: str = ""  # why it failed, as the client reads it in `code` or `type`
     figures: dict[str, Any] = field(default_factory=dict)
 
@@ -48,9 +50,9 @@ class HttpExchange:
     def name(self, completion_id: str) -> None:
         self.completion_id = completion_id
 
-    def trace(self, model: str, stages: list[Stage]) -> None:
-        """Takes what traces tell besides: the model's name and what its prompts went through."""
-        self.model, self.stages = model, stages
+    def trace(self, model: str, stages: list[list[Stage]], stories: list[RequestStory]) -> None:
+        """Takes what traces tell besides: the model's name, what its prompts went through, and their stories."""
+        self.model, self.stages, self.stories = model, stages, stories
 
     def fail(self, error: TandemError) -> None:
         self.error = error.code or error.type

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
+from collections.abc import Awaitable, Callable
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.process.version import version
-from tandem.engine.process.watched import log_only, watched_thread
+from tandem.engine.process.watched import log_only, watched_task, watched_thread
+from tandem.router.recent.story import RequestStory
 from tandem.router.requests.request_log import HttpExchange
+from tandem.router.tracing.node_parts import node_parts, stage_of
 
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 5.0  # a guess: how long the end of a router may wait for its collector
+MOST_PENDING = 256  # traces whose nodes have not answered yet; a guess. What comes beyond has the router's part alone
+Tell = Callable[[RequestStory], Awaitable[dict[str, Any]]]
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/responses": "chat"}
 
 
@@ -32,12 +38,23 @@ def checked_endpoint(endpoint: str) -> str:
     return endpoint if url.path.strip("/") else urlunsplit(url._replace(path="/v1/traces"))
 
 
+class _NanoSeconds:
+    """Makes Unix time in ns of monotonic seconds, as clocks stand at one moment."""
+
+    def __init__(self, now: float) -> None:
+        self._zero = time.time_ns() - round(now * 1e9)
+
+    def __call__(self, at: float) -> int:
+        return self._zero + round(at * 1e9)
+
+
 class RequestTraces:
     """One router process's traces. OpenTelemetry's own variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER,
     OTEL_EXPORTER_OTLP_HEADERS, …) hold."""
 
-    def __init__(self, endpoint: str, router_id: str) -> None:
-        """Raises ConfigError as `checked_endpoint` does. Starts a thread that sends."""
+    def __init__(self, endpoint: str, router_id: str, tell: Tell) -> None:
+        """Raises ConfigError as `checked_endpoint` does. Starts a thread that sends. `tell` has nodes tell what
+        they did for a prompt."""
         url = checked_endpoint(endpoint)
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -54,31 +71,53 @@ class RequestTraces:
         self._provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
         self._tracer = self._provider.get_tracer("tandem", version())
+        self._tell, self._pending = tell, set[asyncio.Task[None]]()
 
     def write(self, exchange: HttpExchange, status: int) -> None:
-        """Sends the trace of an exchange that has ended now: a span for it, under its client's if it named one, and one
-        for each stage of each prompt."""
-        now, otel = time.monotonic(), self._otel
-        zero_ns = time.time_ns() - round(now * 1e9)  # of the monotonic clock
-
-        def ns(at: float) -> int:
-            return zero_ns + round(at * 1e9)
-
-        said = exchange.said
+        """Sends the trace of an exchange that has ended now: a span for it, under its client's if it named one, one for
+        each stage of each prompt, and under these what nodes did, as soon as they have told."""
+        now, otel, said = time.monotonic(), self._otel, exchange.said
+        ns = _NanoSeconds(now)
         context = self._read_context({"traceparent": said.traceparent, "tracestate": said.tracestate})
         name = f"{OPERATIONS.get(exchange.path, exchange.path)} {exchange.model}".rstrip()
         root = self._tracer.start_span(
             name, context, otel.SpanKind.SERVER, self._attributes(exchange, status), start_time=ns(exchange.started_at)
         )
-        inside = otel.set_span_in_context(root)
-        for stage in exchange.stages:
-            span = self._tracer.start_span(
-                stage.name, inside, otel.SpanKind.INTERNAL, stage.attributes, start_time=ns(stage.begin)
-            )
-            span.end(ns(max(stage.begin, stage.end)))
         if status >= 500:
             root.set_status(otel.StatusCode.ERROR, exchange.error)
         root.end(ns(now))
+        if not root.get_span_context().trace_flags.sampled:
+            return  # and no node is asked
+        if len(self._pending) >= MOST_PENDING:
+            exchange.stories.clear()
+        task = watched_task(self._write_stages(otel.set_span_in_context(root), exchange, ns), "trace", log_only)
+        self._pending.add(task)
+        task.add_done_callback(self._pending.discard)
+
+    async def _write_stages(self, inside: Any, exchange: HttpExchange, ns: _NanoSeconds) -> None:
+        told = await asyncio.gather(*map(self._tell, exchange.stories))
+        parts = [list(node_parts(*each)) for each in zip(told, (s.started_at for s in exchange.stories), strict=True)]
+        for index, stages in enumerate(exchange.stages):
+            spans = [
+                self._tracer.start_span(stage.name, inside, attributes=stage.attributes, start_time=ns(stage.begin))
+                for stage in stages
+            ]
+            for part in parts[index] if parts else ():
+                span = spans[stage_of(part, stages)]
+                if part.begin == part.end:
+                    span.add_event(part.name, part.attributes, ns(part.begin))
+                    continue
+                of_stage = self._otel.set_span_in_context(span)
+                own = self._tracer.start_span(
+                    part.name, of_stage, attributes=part.attributes, start_time=ns(part.begin)
+                )
+                own.end(ns(part.end))
+            for stage, span in zip(stages, spans, strict=True):
+                span.end(ns(max(stage.begin, stage.end)))
+
+    async def settle(self) -> None:
+        """Waits for nodes that were asked, which takes as long as they have to answer."""
+        await asyncio.gather(*self._pending)
 
     @staticmethod
     def _attributes(exchange: HttpExchange, status: int) -> dict[str, Any]:

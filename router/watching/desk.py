@@ -58,7 +58,7 @@ class RequestDesk:
     async def _answer(self, question: dict[str, str]) -> Any:
         if question["what"] == "stories":
             found = self._service.recent.find(question["name"])[:MOST_PROMPTS]
-            return await asyncio.gather(*(self._told(story) for story in found))
+            return await asyncio.gather(*(self.told(story) for story in found))
         service, now = self._service, time.monotonic()
         slacks = service.recent.slacks(now)
         flows = sorted(service.recent.flows.items(), key=lambda each: -each[1][1])[:MOST_FLOWS]
@@ -71,7 +71,8 @@ class RequestDesk:
             "recent": service.recent.newest(MOST_RECENT, now),
         }
 
-    async def _told(self, story: RequestStory) -> dict[str, Any]:
+    async def told(self, story: RequestStory) -> dict[str, Any]:
+        """One story, with what nodes did: they are asked, and those that don't tell soon are named."""
         cluster, ask = self._service.cluster, secrets.token_hex(8)
         asked = {key: TellStory(ask=ask, request_ids=tuple(names)[:MAX_ASKED]) for key, names in story.asked.items()}
 

@@ -78,7 +78,7 @@ def _of_node(story: RequestStory, node: str, moment: NodeMoment, came_at: float)
     if moment.stage == "pushed":
         layers = "all layers" if moment.first_layer < 0 else f"layers {moment.first_layer} to {moment.last_layer}"
         text = f"pushes {moment.num_bytes:,} bytes of KV of {layers}"
-        return _moment(story, at, moment.lasts_s, node, "push", text, bytes=moment.num_bytes)
+        return _moment(story, at, moment.lasts_s, node, "push", text, bytes=moment.num_bytes, layers=layers)
     if moment.stage not in MEANINGS:
         return None
     return _moment(story, at, 0.0, node, KINDS.get(moment.stage, "message"), MEANINGS[moment.stage])

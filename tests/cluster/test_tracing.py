@@ -46,6 +46,21 @@ def check_order(root: Any, stages: list[Any]) -> None:
         assert before.end_time_unix_nano == after.start_time_unix_nano
 
 
+def check_parts(parts: list[Any], stages: dict[bytes, Any], nodes: list[Node]) -> None:
+    """What nodes did stands under the stage in which it began, by the node that did it."""
+    kinds = {"prefill chunk": nodes[0], "push KV": nodes[0], "verify KV": nodes[-1]}
+    assert {part.name for part in parts} == set(list(kinds)[: 3 if len(nodes) > 1 else 1])
+    for part in parts:
+        stage, said = stages[part.parent_span_id], plain(part.attributes)
+        assert part.trace_id == stage.trace_id
+        assert part.end_time_unix_nano > part.start_time_unix_nano
+        assert said["tandem.node"] == kinds[part.name].info.node_id
+        assert said.get("tandem.tokens", 1) > 0
+    events = {event.name for stage in stages.values() for event in stage.events}
+    assert "hears of the request" in events
+    assert len(nodes) == 1 or {"asks for blocks for its KV", "has verified the KV and goes on"} <= events
+
+
 def test_each_request_is_one_trace(nodes: list[Node]) -> None:
     is_split = len(nodes) > 1
     with OtlpCollector() as collector:
@@ -64,7 +79,10 @@ def test_each_request_is_one_trace(nodes: list[Node]) -> None:
     roots = [span for span in spans if span.kind == 2]  # servers
     assert [root.name for root in roots] == ["text_completion demo_model"] * 3 + ["chat demo_model", "text_completion"]
     children = {root.span_id: [span for span in spans if span.parent_span_id == root.span_id] for root in roots}
-    assert sum(map(len, children.values())) + len(roots) == len(spans)
+    stages_by_id = {span.span_id: span for of_root in children.values() for span in of_root}
+    parts = [span for span in spans if span.parent_span_id in stages_by_id]
+    assert len(parts) + len(stages_by_id) + len(roots) == len(spans)
+    check_parts(parts, stages_by_id, nodes)
     names = ["queue", "prefill", "transfer", "decode"] if is_split else ["queue", "prefill", "decode"]
     for root in roots[:2]:
         assert (root.trace_id.hex(), root.parent_span_id.hex(), root.trace_state) == (TRACE, PARENT, "shop=7")
