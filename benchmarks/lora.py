@@ -39,8 +39,8 @@ def make_adapters(adapters: NodeAdapters, number: int, rank: int, targets: Seque
     words = 0.01 * torch.randn(layout.num_elements)
     ranks = torch.zeros((len(layout.projections), 3), dtype=torch.int32)
     for index, projection in enumerate(layout.projections):
-        for part, name in enumerate(projection.parts):
-            ranks[index, part] = rank if name.endswith(tuple(targets)) else 0
+        for part, module in enumerate(projection.site.parts):
+            ranks[index, part] = rank if module.module.endswith(tuple(targets)) else 0
     words = words.to(next(iter(adapters.stacks.values())).a.dtype)
     if torch.cuda.is_available():
         words, ranks = words.pin_memory(), ranks.pin_memory()

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from tandem.engine.adapters.node_adapters import NodeAdapters
+from tandem.engine.adapters.node_adapters import NodeAdapters, TakesAdapters
 from tandem.engine.contracts.config import LoraOptions, NodeOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout, ModelIdentity
@@ -20,10 +20,8 @@ from tandem.engine.contracts.wire.parts import SPAN_MULTIPLE
 from tandem.engine.device.kv_encoding import choose_kv_encoding
 from tandem.engine.device.kv_pool import free_host_bytes, make_layout, num_blocks_for
 from tandem.engine.models.choice import load_chosen, load_config
-from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.identity import model_identity
 from tandem.engine.parallel.group import Membership, TensorParallel
-from tandem.engine.parallel.sharding import Shard
 from tandem.engine.precision.kv_scales import scales_of_random_prompts
 from tandem.engine.running.memory import profile_free_bytes
 from tandem.engine.running.runner_needs import Model
@@ -135,7 +133,7 @@ def load(
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
     if kept.dtype != dtype:
         _keep_kv_as(model, layout.group)
-    adapters = _make_adapters(model, shard or Shard(0, 1), options.lora, dtype, device)
+    adapters = _make_adapters(model, options.lora, dtype, device)
     if options.compile:
         model.compile_forward()
     served = served_name(options.model.model, options.model.served_name)
@@ -144,14 +142,12 @@ def load(
 
 
 def _make_adapters(
-    model: Model, shard: Shard, options: LoraOptions, dtype: torch.dtype, device: torch.device
+    model: TakesAdapters, options: LoraOptions, dtype: torch.dtype, device: torch.device
 ) -> NodeAdapters | None:
     if not options.enable_lora:
         return None
-    if not isinstance(model, DecoderModel):
-        raise ConfigError("--enable-lora: this model runs by transformers' modules, which take no adapters here")
     try:
-        adapters = NodeAdapters(model.config, shard, options, dtype, device)
+        adapters = NodeAdapters(model.adapter_sites(), options, dtype, device)
     except torch.OutOfMemoryError:
         sizes = f"{options.max_loras} adapters of rank {options.max_lora_rank}"
         raise ConfigError(f"there is no memory for {sizes}: lower --max-loras or --max-lora-rank") from None

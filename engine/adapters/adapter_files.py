@@ -22,7 +22,7 @@ from tandem.engine.models.weights import DTYPE_BYTES, read_header
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20  # a guess: real ones have some 1,000
-_KEY = re.compile(r"base_model\.model\.(model\.layers\.\d+\.(?:self_attn|mlp)\.\w+)\.lora_([AB])\.weight")
+_KEY = re.compile(r"base_model\.model\.([\w.]+)\.lora_([AB])\.weight")
 _PICKLED = ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin")
 # Starts that change the base model's own weights, beside which alone such an adapter is right.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
@@ -35,7 +35,6 @@ class AdapterFields(msgspec.Struct, kw_only=True):
     r: Annotated[int, Meta(ge=1, le=1 << 16)]
     lora_alpha: float
     use_rslora: bool = False
-    fan_in_fan_out: bool = False
     use_dora: bool = False
     bias: str = "none"
     lora_bias: bool = False
@@ -68,26 +67,25 @@ class AdapterFiles:
     def weights(self) -> Path:
         return self.folder / WEIGHTS_FILE
 
-    def check(self, whole: AdapterLayout) -> None:
-        """Raises AdapterError unless every matrix belongs to the base model, whose layout `whole` is."""
-        known = {
-            part: (size, projection.num_inputs)
-            for projection in whole.projections
-            for part, size in zip(projection.parts, projection.part_sizes, strict=True)
-        }
+    def check(self, layout: AdapterLayout) -> None:
+        """Raises AdapterError unless every matrix belongs to the base model, whose layout this is."""
+        known = {part.module: part for projection in layout.projections for part in projection.site.parts}
         for module, (a_shape, b_shape) in self.shapes.items():
             if module not in known:
-                raise AdapterError(f"{self.folder}: the base model has no {module}; the adapter is of another one")
-            outputs, inputs = known[module]
+                raise AdapterError(
+                    f"{self.folder}: the base model has no {module} that takes adapters (experts, embeddings and the "
+                    f"head take none), or the adapter is of another one; {_REMEDY}"
+                )
+            outputs, inputs = known[module].outputs, known[module].inputs
             rank = a_shape[0] if a_shape else 0
             if a_shape != (rank, inputs) or b_shape != (outputs, rank) or not rank:
                 raise AdapterError(
                     f"{self.folder}: {module} has A {list(a_shape)} and B {list(b_shape)}, but the base model takes "
                     f"[rank, {inputs}] and [{outputs}, rank]; the adapter is of another model"
                 )
-            if rank > whole.max_rank:
+            if rank > layout.max_rank:
                 raise AdapterError(
-                    f"{self.folder}: {module} has rank {rank}; this server takes up to {whole.max_rank} "
+                    f"{self.folder}: {module} has rank {rank}; this server takes up to {layout.max_rank} "
                     f"(--max-lora-rank)"
                 )
 
@@ -142,7 +140,6 @@ def _refuse(folder: Path, fields: AdapterFields) -> None:
         "layer_replication": bool(fields.layer_replication),
         "target_parameters": bool(fields.target_parameters),
         "trainable_token_indices": bool(fields.trainable_token_indices),
-        "fan_in_fan_out": fields.fan_in_fan_out,
         f"init_lora_weights {fields.init_lora_weights!r}": str(fields.init_lora_weights).startswith(_CHANGES_BASE),
         "a lora_alpha that is no number": not math.isfinite(fields.lora_alpha),
     }
@@ -159,8 +156,7 @@ def _shapes(
         key = _KEY.fullmatch(name)
         if key is None:
             raise AdapterError(
-                f"{folder / WEIGHTS_FILE} holds {name}; only lora_A and lora_B of attention and MLP projections are "
-                f"supported; {_REMEDY}"
+                f"{folder / WEIGHTS_FILE} holds {name}; only lora_A and lora_B of projections are supported; {_REMEDY}"
             )
         if dtype not in DTYPE_BYTES:
             raise AdapterError(

@@ -10,14 +10,14 @@ from tandem.kernels.products.adapter_rows import AdapterStack
 
 
 class DeviceSlots:
-    """Memory for `max_loras` adapters. Steps count its slots from 1; `stacks` are by name of the decoder's module."""
+    """Memory for `max_loras` adapters. Steps count its slots from 1; `stacks` are by name of the model's module."""
 
     def __init__(self, layout: AdapterLayout, max_loras: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots = max_loras
         self._words = torch.zeros((max_loras, layout.num_elements), dtype=dtype, device=device)
         self._ranks = torch.zeros((max_loras, len(layout.projections), MOST_PARTS), dtype=torch.int32, device=device)
         self.stacks = {
-            projection.name: AdapterStack(
+            projection.site.name: AdapterStack(
                 self._words[:, projection.a_start : projection.b_start].unflatten(1, (-1, projection.num_inputs)),
                 self._words[:, projection.b_start : projection.end].unflatten(1, (-1, layout.rank)),
                 self._ranks[:, index],

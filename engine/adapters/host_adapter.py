@@ -10,8 +10,7 @@ from safetensors import SafetensorError, safe_open
 from tandem.engine.adapters.adapter_files import AdapterFiles, read_adapter
 from tandem.engine.adapters.layout import MOST_PARTS, AdapterLayout, Projection
 from tandem.engine.contracts.errors import AdapterError
-from tandem.engine.contracts.model_config import ModelConfig
-from tandem.engine.parallel.sharding import Cut, Shard
+from tandem.engine.parallel.sharding import Cut
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,17 +30,15 @@ class HostAdapter:
 class AdapterLoader:
     """Reads adapters for one rank of a model. Calls are independent of each other, from any thread."""
 
-    def __init__(self, config: ModelConfig, shard: Shard, max_rank: int, dtype: torch.dtype, pinned: bool) -> None:
-        self._config, self._shard, self._dtype, self._pinned = config, shard, dtype, pinned
-        self._whole = AdapterLayout.of(config, max_rank)
-        self.layout = AdapterLayout.of(shard.config(config), max_rank)
+    def __init__(self, layout: AdapterLayout, dtype: torch.dtype, pinned: bool) -> None:
+        self.layout, self._dtype, self._pinned = layout, dtype, pinned
 
     def load(self, path: str, digest: bytes = b"") -> HostAdapter:
         """The adapter in the folder `path`. Raises AdapterError, also when it isn't the one of `digest` (b"": any)."""
         files = read_adapter(path)
         if digest and files.digest != digest:
             raise AdapterError(f"{path} holds another adapter here than where it was loaded first; make them equal")
-        files.check(self._whole)
+        files.check(self.layout)
         words = torch.zeros(self.layout.num_elements, dtype=self._dtype, pin_memory=self._pinned)
         ranks = torch.zeros((len(self.layout.projections), MOST_PARTS), dtype=torch.int32, pin_memory=self._pinned)
         try:
@@ -57,18 +54,17 @@ class AdapterLoader:
     def _fill(
         self, files: AdapterFiles, stored: safe_open, projection: Projection, words: torch.Tensor, ranks: torch.Tensor
     ) -> None:
-        padded, parts = self.layout.rank, len(projection.parts)
-        a = words[projection.a_start : projection.b_start].view(parts, padded, projection.num_inputs)
+        padded, parts = self.layout.rank, projection.site.parts
+        a = words[projection.a_start : projection.b_start].view(len(parts), padded, projection.num_inputs)
         b = words[projection.b_start : projection.end].view(-1, padded).split(projection.part_sizes)
-        for index, module in enumerate(projection.parts):
-            if module not in files.shapes:
+        for index, part in enumerate(parts):
+            if part.module not in files.shapes:
                 continue
-            rank = files.shapes[module][0][0]
-            cut = self._shard.cut(f"{module}.weight", self._config)
-            name = f"base_model.model.{module}.lora_"
-            a[index, :rank] = _cut(stored.get_tensor(f"{name}A.weight"), cut, 1)
+            rank = files.shapes[part.module][0][0]
+            name = f"base_model.model.{part.module}.lora_"
+            a[index, :rank] = _cut(stored.get_tensor(f"{name}A.weight"), part.cut, 1)
             # Scaled in fp32, so that it is rounded once.
-            scaled = _cut(stored.get_tensor(f"{name}B.weight"), cut, 0).float() * files.scaling(rank)
+            scaled = _cut(stored.get_tensor(f"{name}B.weight"), part.cut, 0).float() * files.scaling(rank)
             b[index][:, :rank] = scaled
             ranks[index] = rank
 

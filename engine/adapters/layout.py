@@ -1,16 +1,16 @@
 """Where an adapter's matrices lie in its slot.
 
-A slot is one run of elements of the model's dtype: for each projection that the decoder computes as one product, the A
-of each of its parts [P * R, inputs], then B [outputs, R]. So one copy fills a slot, and all slots together are one
-stack for each projection.
+A slot is one run of elements of the model's dtype: for each product that adapters are added to, the A of each of its
+parts [P * R, inputs], then B [outputs, R]. So one copy fills a slot, and all slots together are one stack for each
+product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tandem.engine.contracts.model_config import ModelConfig
+from tandem.engine.models.adapter_sites import Site
 from tandem.kernels.products.adapter_rows import padded_rank
 
 MOST_PARTS = 3  # of a merged product: q, k and v
@@ -18,21 +18,25 @@ MOST_PARTS = 3  # of a merged product: q, k and v
 
 @dataclass(frozen=True)
 class Projection:
-    """One merged projection of one layer, as this rank computes it. `parts`: the modules of the checkpoint that are
-    merged into it, `part_sizes` their outputs; offsets are in elements of the slot."""
+    """A site's matrices in the slot, as this rank computes it; offsets are in elements."""
 
-    name: str  # of the decoder's module
-    parts: tuple[str, ...]
-    part_sizes: tuple[int, ...]
-    num_inputs: int
+    site: Site
     a_start: int
     b_start: int
     end: int
 
+    @property
+    def part_sizes(self) -> tuple[int, ...]:
+        return tuple(part.own_outputs for part in self.site.parts)
+
+    @property
+    def num_inputs(self) -> int:
+        return self.site.parts[0].own_inputs
+
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """The projections of a decoder in order. `rank` is R; every adapter's is at most `max_rank`."""
+    """The projections of a model in order. `rank` is R; every adapter's is at most `max_rank`."""
 
     projections: tuple[Projection, ...]
     max_rank: int
@@ -43,28 +47,13 @@ class AdapterLayout:
         return self.projections[-1].end
 
     @classmethod
-    def of(cls, own: ModelConfig, max_rank: int) -> AdapterLayout:
-        """The layout of adapters of at most `max_rank`; `own` is what this rank computes of the model."""
+    def of(cls, sites: Iterable[Site], max_rank: int) -> AdapterLayout:
+        """The layout of adapters of at most `max_rank` for these sites, of which there are some."""
         rank, start = padded_rank(max_rank), 0
         projections = []
-        for name, parts, sizes, inputs in _projections(own):
-            b_start = start + len(parts) * rank * inputs
-            end = b_start + sum(sizes) * rank
-            projections.append(Projection(name, parts, sizes, inputs, start, b_start, end))
+        for site in sites:
+            b_start = start + len(site.parts) * rank * site.parts[0].own_inputs
+            end = b_start + sum(part.own_outputs for part in site.parts) * rank
+            projections.append(Projection(site, start, b_start, end))
             start = end
         return cls(tuple(projections), max_rank, rank)
-
-
-def _projections(own: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...], int]]:
-    """Yields (module, modules of the checkpoint, their outputs, inputs)."""
-    queries, kv = own.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
-    hidden, inner = own.hidden_size, own.intermediate_size
-    for layer in range(own.num_layers):
-        for block, merged, names, sizes, inputs in (
-            ("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj"), (queries, kv, kv), hidden),
-            ("self_attn", "o_proj", ("o_proj",), (hidden,), queries),
-            ("mlp", "gate_up_proj", ("gate_proj", "up_proj"), (inner, inner), hidden),
-            ("mlp", "down_proj", ("down_proj",), (hidden,), inner),
-        ):
-            place = f"layers.{layer}.{block}"
-            yield f"{place}.{merged}", tuple(f"model.{place}.{name}" for name in names), sizes, inputs

@@ -15,9 +15,11 @@ from torch import nn
 
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_config import ModelConfig
+from tandem.engine.models.adapter_sites import Site, decoder_sites
 from tandem.engine.models.compiled import compiled
 from tandem.engine.models.rope import RotaryEmbedding
 from tandem.engine.parallel.group import TensorParallel
+from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
@@ -268,6 +270,10 @@ class DecoderModel(nn.Module):
         first = self.layers[0]
         assert isinstance(first, DecoderLayer)
         self._few_rows_products = first.few_rows_products()
+
+    def adapter_sites(self) -> tuple[Site, ...]:
+        """The products that adapters may be added to, as this rank computes them."""
+        return decoder_sites(self.config, Shard(0, 1) if self.group is None else self.group.shard)
 
     def take_adapters(self, stacks: Mapping[str, AdapterStack]) -> None:
         """Makes projections add what rows' adapters say. `stacks`: by the names of their modules."""

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from split_pair import GREEDY, run_both_ways
+from tiny_adapters import merged, tiny_adapter
 from tiny_hf_models import FAMILIES, tiny_hf_model
 
+from tandem.engine.adapters.adapter_files import read_adapter
+from tandem.engine.contracts.wire.parts import AdapterRef
 from tiny_models import check_greedy
 
 LENGTHS = (1, 17, 90, 130)
 
 
 RARER = ("phi", "granite", "deepseek_v2")  # like others of the list
+# What an adapter of each is for; "all-linear" of PEFT would say as much.
+ADAPTED = {
+    "gpt2": ("c_attn", "c_proj", "c_fc"),
+    "opt": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2", "project_in", "project_out"),
+    "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    "gemma2": ("q_proj", "v_proj", "gate_proj", "down_proj"),
+    "falcon": ("query_key_value", "dense"),
+    "qwen3_moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "deepseek_v3": ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+}
 
 
 @pytest.mark.parametrize(
@@ -20,4 +35,18 @@ RARER = ("phi", "granite", "deepseek_v2")  # like others of the list
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     folder = tiny_hf_model(family)
     for prompt, output in run_both_ways(folder, LENGTHS):
+        check_greedy(folder, prompt, output, GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=[pytest.mark.slow] * (each not in ("gpt2", "opt"))) for each in ADAPTED]
+)
+def test_adapters_make_the_tokens_of_merged_weights(family: str, tmp_path: Path) -> None:
+    """Beside them, and of the same prompts, requests without."""
+    base = tiny_hf_model(family)
+    adapter = tiny_adapter(tmp_path / "adapter", base, targets=ADAPTED[family], scale=0.7)
+    with_it = merged(tmp_path / "merged", base, adapter)
+    made = run_both_ways(base, (17, 90), AdapterRef(str(adapter), read_adapter(str(adapter)).digest))
+    folders = [with_it] * 4 + [base] * 4
+    for folder, (prompt, output) in zip(folders, made, strict=True):
         check_greedy(folder, prompt, output, GREEDY.max_tokens)

@@ -156,9 +156,10 @@ def test_wrong_adapters_are_refused_in_words(cluster: RealCluster, folders: dict
 
 
 @pytest.mark.slow
-def test_ranks_share_out_adapters(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("impl", ["tandem", "transformers"])
+def test_ranks_share_out_adapters(impl: str, folders: dict[str, Path]) -> None:
     listed = [f"--lora-modules={name}={folders[name]}" for name in SETTINGS]
-    with RealCluster(tiny_model(BASE), *LORA, *listed, "--tensor-parallel-size", "2") as running:
+    with RealCluster(tiny_model(BASE), *LORA, *listed, "--tensor-parallel-size", "2", "--model-impl", impl) as running:
         for index, name in enumerate((*SETTINGS, BASE, *SETTINGS)):
             prompt = random_prompt(30, seed=index)
             check_greedy(folders[f"{name} merged"], prompt, running.tokens(prompt, 8, model=name)[0], 8)

@@ -20,7 +20,7 @@ from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
 from tandem.engine.contracts.wire.media import MediaItem
-from tandem.engine.contracts.wire.parts import NO_TARGETS, Message, NodeInfo, PeerRef, PrefixHint, Targets
+from tandem.engine.contracts.wire.parts import NO_TARGETS, AdapterRef, Message, NodeInfo, PeerRef, PrefixHint, Targets
 from tandem.engine.contracts.wire.requests import (
     Accepted,
     Cancel,
@@ -219,6 +219,7 @@ class Client:
         media: tuple[MediaItem, ...] = (),
         targets: Targets = NO_TARGETS,
         is_precise: bool = False,
+        adapter: AdapterRef | None = None,
     ) -> Result:
         """With `prefill` split over two nodes, else on `decode` alone. `holder`: whom to pull its prefix from, of which
         it is said to have `num_held` tokens (0: all). `helpers`: who may compute its beginning."""
@@ -245,6 +246,8 @@ class Client:
                 media=media,
                 targets=targets,
                 is_precise=is_precise,
+                adapter=adapter,
+                context=b"" if adapter is None else adapter.digest,
             )
 
         if prefill is None:

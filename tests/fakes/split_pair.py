@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from in_process_cluster import Client, Node, Result, node_options
+from tandem.engine.contracts.config import LoraOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.kv_connector.transports.links.nixl_agent import nixl_problem
 from tiny_models import random_prompt, tiny_model
 
@@ -108,14 +110,21 @@ def make_pair(
             node.stop()
 
 
-def run_both_ways(model: Path, lengths: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Random prompts of these lengths, each with its greedy output once split over two nodes and once by one."""
-    with make_pair("local", model=model, decode={"num_blocks": 64}, prefill={"num_blocks": 64, "chunk": 64}) as pair:
+def run_both_ways(
+    model: Path, lengths: tuple[int, ...], adapter: AdapterRef | None = None
+) -> list[tuple[list[int], list[int]]]:
+    """Random prompts of these lengths, each with its greedy output once split over two nodes and once by one; with
+    `adapter` after that the same again, without it."""
+    more = {} if adapter is None else {"lora": LoraOptions(True, max_loras=2, max_lora_rank=8)}
+    options = {"num_blocks": 64, **more}
+    with make_pair("local", model=model, decode=options, prefill={**options, "chunk": 64}) as pair:
         results = []
-        for length in lengths:
-            prompt = random_prompt(length, seed=length)
-            results.append((prompt, pair.submit(prompt, GREEDY)))
-            results.append((prompt, pair.client.submit(f"alone{length}", prompt, GREEDY, decode=pair.decode.info)))
+        for taken in (adapter, None)[: 1 if adapter is None else 2]:
+            for length in lengths:
+                prompt, name = random_prompt(length, seed=length), f"alone{length}{'' if taken is None else 'adapted'}"
+                results.append((prompt, pair.submit(prompt, GREEDY, adapter=taken)))
+                alone = pair.client.submit(name, prompt, GREEDY, decode=pair.decode.info, adapter=taken)
+                results.append((prompt, alone))
         pair.client.wait()
         for _, result in results:
             assert result.failed is None, result.failed

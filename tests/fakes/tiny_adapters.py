@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import Greedy, reference_greedy
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CONV1D = ("c_attn", "c_proj", "c_fc")  # of GPT-2, whose weights are [inputs, outputs]
 
 
 def tiny_adapter(
@@ -33,7 +34,7 @@ def tiny_adapter(
     for name, weight in load_file(base / "model.safetensors").items():
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in targets:
-            outputs, inputs = weight.shape
+            outputs, inputs = weight.t().shape if module.endswith(CONV1D) else weight.shape
             key = f"base_model.model.{module}"
             tensors[f"{key}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) / math.sqrt(inputs)
             tensors[f"{key}.lora_B.weight"] = scale * torch.randn(outputs, rank, generator=generator) / rank
@@ -52,7 +53,8 @@ def merged(folder: Path, base: Path, adapter: Path) -> Path:
         a, b = added[name], added[name.replace("lora_A", "lora_B")]
         rank = math.sqrt(len(a)) if config.get("use_rslora") else len(a)
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        weights[f"{module}.weight"] += config["lora_alpha"] / rank * b @ a
+        product = config["lora_alpha"] / rank * b @ a
+        weights[f"{module}.weight"] += product.t() if module.endswith(CONV1D) else product
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 

@@ -18,7 +18,6 @@ from tandem.engine.contracts.config import LoraOptions, ModelOptions, SchedulerO
 from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.models.loader import load_model
-from tandem.engine.parallel.sharding import Shard
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.step_inputs import adapter_rows
 from tandem.engine.scheduling.step import AdapterLoad, SampleRow, ScheduledRow, SchedulerOutput
@@ -108,7 +107,7 @@ def test_each_row_takes_its_own_adapter(replayed: bool, tmp_path: Path) -> None:
     base, config = tiny_model("llama"), load_model_config(tiny_model("llama"))
     folders = {slot: tiny_adapter(tmp_path / str(slot), base, seed=slot, rank=2 + slot) for slot in (1, 2)}
     model = load_model(base, config, ModelOptions(str(base)), CUDA, torch.float32)
-    adapters = NodeAdapters(config, Shard(0, 1), LoraOptions(True, max_loras=2, max_lora_rank=8), torch.float32, CUDA)
+    adapters = NodeAdapters(model.adapter_sites(), LoraOptions(True, max_loras=2, max_lora_rank=8), torch.float32, CUDA)
     model.take_adapters(adapters.stacks)
     pool = torch.zeros(32, config.num_kv_heads, config.num_layers, 2, 16, config.head_dim, device=CUDA)
     runner = ModelRunner(model, pool, SchedulerOptions(8, 128), 16, 128, (), adapters=adapters)

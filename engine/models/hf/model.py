@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +15,17 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.media.encoder import MediaEncoder, MediaInputs
+from tandem.engine.models.adapter_sites import Site
 from tandem.engine.models.compiled import compiled
 from tandem.engine.models.hf.attention import at_positions
 from tandem.engine.models.hf.config import HFConfig
 from tandem.engine.models.hf.encoder import HFEncoder
-from tandem.engine.models.hf.layers import decoder_of, make_cross_layers, make_layers, sinks_of
+from tandem.engine.models.hf.layers import build_empty, decoder_of, make_cross_layers, make_layers, sinks_of
+from tandem.engine.models.hf.low_rank import add_adapters, sites_of
 from tandem.engine.models.hf.parallel import own_needs
 from tandem.engine.models.hf.towers import TOWERS, TowerEncoder
 from tandem.engine.parallel.group import TensorParallel
+from tandem.kernels.products.adapter_rows import AdapterStack
 from tandem.kernels.products.rotary_attention import WantedTokens
 
 
@@ -76,6 +80,7 @@ class HFModel(nn.Module):
         self.head = causal
         self.requires_grad_(False)
         self._compiled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        self._takes_adapters = False
         self.media_encoder: MediaEncoder | None = None
         if causal.config.model_type in TOWERS:
             self.media_encoder = TowerEncoder(causal, causal.device, causal.dtype)
@@ -115,10 +120,23 @@ class HFModel(nn.Module):
                 hidden_TE = output.last_hidden_state[0]
         return hidden_TE if wanted is None else hidden_TE[wanted.index]
 
+    def adapter_sites(self) -> tuple[Site, ...]:
+        """The products that adapters may be added to, as this rank computes them. Raises ConfigError for a model with
+        an encoder, whose output goes through products of the decoder."""
+        if self.encoder is not None:
+            raise ConfigError(f"--enable-lora: {self.config.architecture} has an encoder, and takes no adapters")
+        return sites_of(build_empty(deepcopy(self.head.config)), self.decoder)
+
+    def take_adapters(self, stacks: Mapping[str, AdapterStack]) -> None:
+        """Makes products add what rows' adapters say. `stacks`: by the names of sites."""
+        for name, stack in stacks.items():
+            add_adapters(self.decoder.get_submodule(name), stack)
+        self._takes_adapters = bool(stacks)
+
     def compile_forward(self) -> None:
         """Has torch.compile make all but attention, when a pass first runs. Raises ConfigError for what can't be."""
-        if self.group is not None:
-            raise ConfigError("--compile doesn't go with --tensor-parallel-size: leave one out")
+        if self.group is not None or self._takes_adapters:
+            raise ConfigError("--compile goes neither with --tensor-parallel-size nor --enable-lora: leave one out")
         if self.encoder is not None or self.media_encoder is not None:
             raise ConfigError(f"--compile: {self.config.architecture} takes more than text: leave it out")
         self._compiled = compiled(self._every_token)

@@ -19,7 +19,7 @@ from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.models.hf.attention import OwnHeads
 from tandem.engine.models.hf.layers import LayerNeeds, build_empty, decoder_of, run_empty
 from tandem.engine.models.hf.towers import TOWERS
-from tandem.engine.parallel.sharding import Shard
+from tandem.engine.parallel.sharding import Cut, Shard
 
 GATHERED = "colwise_gather_output"
 CUT_ROWS = ("colwise", "packed_colwise", GATHERED)
@@ -99,7 +99,7 @@ def share_out(causal: PreTrainedModel, needs: tuple[LayerNeeds, ...], shard: Sha
         style = plan.get(_pattern(name))
         if style == "moe_tp_experts":
             module.register_forward_hook(partial(_sum_output, exchange))
-        elif style is not None and isinstance(module, nn.Linear):
+        elif style in (*CUT_ROWS, *CUT_INPUTS) and isinstance(module, nn.Linear):
             kv_heads = needs[0].num_kv_heads if name.endswith(OF_KV_HEADS) and style == "colwise" else None
             _cut_linear(module, style, shard, exchange, kv_heads)
         for own_name, parameter in list(module.named_parameters(recurse=False)):
@@ -115,11 +115,13 @@ def _share_heads(module: Any, layer: LayerNeeds, shard: Shard, come_whole: bool)
         module.num_key_value_groups = layer.num_heads // shard.size // shard.num_kv_heads(layer.num_kv_heads)
 
 
-def _cut_linear(linear: nn.Linear, style: str, shard: Shard, exchange: Exchange, kv_heads: int | None) -> None:
-    """`kv_heads`: the output is so many heads, of which neighbouring ranks may hold the same."""
+def _cut_linear(linear: Any, style: str, shard: Shard, exchange: Exchange, kv_heads: int | None) -> None:
+    """`kv_heads`: the output is so many heads, of which neighbouring ranks may hold the same. `tandem_cut` says to
+    adapters what this rank has of the weight."""
     if style in CUT_INPUTS:
         whole = linear.in_features
-        _replace(linear, "weight", _run(linear.weight, 1, shard))
+        linear.tandem_cut = _cut(linear.weight, 1, shard)
+        _replace(linear, "weight", _taken(linear.weight, linear.tandem_cut))
         if linear.bias is not None and shard.rank:
             _replace(linear, "bias", torch.zeros_like(linear.bias))  # added once
         linear.register_forward_pre_hook(partial(_own_inputs, shard, whole))
@@ -127,8 +129,9 @@ def _cut_linear(linear: nn.Linear, style: str, shard: Shard, exchange: Exchange,
         return
     if style == "packed_colwise":
         raise ValueError("its plan packs several matrices in one")
+    linear.tandem_cut = _cut(linear.weight, 0, shard, kv_heads)
     for name, tensor in list(linear.named_parameters(recurse=False)):
-        _replace(linear, name, _run(tensor, 0, shard) if kv_heads is None else _kv_rows(tensor, kv_heads, shard))
+        _replace(linear, name, _taken(tensor, linear.tandem_cut))
     if style == GATHERED:
         linear.register_forward_hook(partial(_gather_output, exchange))
 
@@ -151,16 +154,22 @@ def _cut_head(causal: PreTrainedModel, shard: Shard) -> None:
 
 
 def _run(tensor: torch.Tensor, axis: int, shard: Shard) -> torch.Tensor:
+    return _taken(tensor, _cut(tensor, axis, shard))
+
+
+def _taken(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+    return tensor.detach().narrow(cut.dim, cut.start, cut.stop - cut.start).clone()
+
+
+def _cut(tensor: torch.Tensor, axis: int, shard: Shard, kv_heads: int | None = None) -> Cut:
+    """The rank's run along an axis; with `kv_heads` that is so many heads, of which neighbours may have the same."""
     length = tensor.shape[axis]
+    if kv_heads is not None:
+        width, first = length // kv_heads, shard.rank * kv_heads // shard.size
+        return Cut(axis, first * width, (first + shard.num_kv_heads(kv_heads)) * width)
     if length % shard.size:
         raise ValueError(f"{length} columns are no equal shares")
-    return tensor.detach().narrow(axis, shard.rank * length // shard.size, length // shard.size).clone()
-
-
-def _kv_rows(tensor: torch.Tensor, kv_heads: int, shard: Shard) -> torch.Tensor:
-    width = tensor.shape[0] // kv_heads
-    first = shard.rank * kv_heads // shard.size
-    return tensor.detach().narrow(0, first * width, shard.num_kv_heads(kv_heads) * width).clone()
+    return Cut(axis, shard.rank * length // shard.size, (shard.rank + 1) * length // shard.size)
 
 
 def _replace(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -13,8 +13,10 @@ from tiny_adapters import tiny_adapter
 
 from tandem.engine.adapters.adapter_files import read_adapter
 from tandem.engine.adapters.host_adapter import AdapterLoader
+from tandem.engine.adapters.layout import AdapterLayout
 from tandem.engine.contracts.errors import AdapterError
 from tandem.engine.contracts.model_config import load_model_config
+from tandem.engine.models.adapter_sites import decoder_sites
 from tandem.engine.parallel.sharding import Shard
 from tiny_models import tiny_model
 
@@ -28,7 +30,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loader(shard: Shard | None = None, max_rank: int = 8) -> AdapterLoader:
     config = load_model_config(tiny_model("llama"))
-    return AdapterLoader(config, shard or Shard(0, 1), max_rank, torch.float32, pinned=False)
+    layout = AdapterLayout.of(decoder_sites(config, shard or Shard(0, 1)), max_rank)
+    return AdapterLoader(layout, torch.float32, pinned=False)
 
 
 def changed(good: Path, folder: Path, **fields: object) -> Path:
@@ -50,7 +53,6 @@ def changed(good: Path, folder: Path, **fields: object) -> Path:
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
         ({"target_parameters": ["experts"]}, "target_parameters"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"init_lora_weights": "pissa_niter_16"}, "pissa"),
         ({"r": 0}, "configuration"),
         ({"r": "eight"}, "configuration"),
@@ -117,7 +119,7 @@ def test_scaling_is_in_b(good: Path, tmp_path: Path, use_rslora: bool, scaling: 
     folder = changed(good, tmp_path / "scaled", lora_alpha=6, use_rslora=use_rslora)
     whole, adapter = loader(), loader().load(str(folder))
     stored = load_file(folder / "adapter_model.safetensors")
-    (place,) = [p for p in whole.layout.projections if p.name == "layers.1.mlp.down_proj"]
+    (place,) = [p for p in whole.layout.projections if p.site.name == "layers.1.mlp.down_proj"]
     b = adapter.words[place.b_start : place.end].view(64, 16)
     torch.testing.assert_close(b[:, :3], stored[KEY + "B.weight"] * scaling)
     assert not b[:, 3:].any()
@@ -131,7 +133,7 @@ def test_the_parts_of_ranks_are_the_whole(good: Path) -> None:
     for projection, *own in zip(whole.layout.projections, *(half.layout.projections for half in halves), strict=True):
         a, b = matrices(all_words, projection)
         split = [matrices(words, each) for words, each in zip(parts, own, strict=True)]
-        if projection.name.endswith(("o_proj", "down_proj")):
+        if projection.site.name.endswith(("o_proj", "down_proj")):
             assert torch.equal(torch.cat([part for part, _ in split], 1), a)
             assert all(torch.equal(part, b) for _, part in split)
         else:

@@ -11,10 +11,14 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_adapters import tiny_adapter
+from tiny_encoder_models import tiny_encoder_model
 from tiny_hf_models import REFUSED, tiny_hf_model
 
+from tandem.engine.adapters.adapter_files import read_adapter
+from tandem.engine.adapters.layout import AdapterLayout
 from tandem.engine.contracts.config import ModelOptions
-from tandem.engine.contracts.errors import CheckpointError
+from tandem.engine.contracts.errors import AdapterError, CheckpointError, ConfigError
 from tandem.engine.models.choice import load_chosen, load_config
 from tandem.engine.models.hf.config import HFConfig
 from tandem.engine.models.hf.model import HFModel
@@ -135,3 +139,17 @@ def test_identity_is_of_all_of_the_config(copied: Callable[..., Path]) -> None:
     ours, theirs = (model_identity(folder, config_of(folder), 16, "float32") for folder in (first, other))
     assert ours.weights == theirs.weights
     assert ours.config != theirs.config
+
+
+def test_experts_and_encoders_take_no_adapters(tmp_path: Path) -> None:
+    folder, expert = tiny_hf_model("qwen3_moe"), "model.layers.1.mlp.experts.0.up_proj"
+    sites = model_of(folder, config_of(folder)).adapter_sites()
+    assert len(sites) == 4 * 4, "q, k, v and o of each layer"
+    adapter = tiny_adapter(tmp_path / "adapter", folder, targets=("q_proj",))
+    tensors = {f"base_model.model.{expert}.lora_{name}.weight": torch.zeros(4, 4) for name in "AB"}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=rf"no {expert} that takes adapters \(experts"):
+        read_adapter(str(adapter)).check(AdapterLayout.of(sites, 8))
+    translator = tiny_encoder_model("marian")
+    with pytest.raises(ConfigError, match="has an encoder, and takes no adapters"):
+        model_of(translator, config_of(translator)).adapter_sites()

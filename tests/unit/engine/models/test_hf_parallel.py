@@ -102,6 +102,10 @@ def test_ranks_make_the_logits_of_the_whole_model(family: str, size: int, monkey
     expected = logits_of(whole)
     for each in logits:
         torch.testing.assert_close(each, expected, rtol=2e-4, atol=2e-4)
+    for rank in parts:
+        for site in rank.adapter_sites():
+            [part], weight = site.parts, rank.decoder.get_submodule(site.name).weight
+            assert weight.shape == (part.own_outputs, part.own_inputs), part
     held = [sum(tensor.numel() for tensor in each.state_dict().values()) for each in (whole, parts[0])]
     assert held[1] < 0.9 * held[0]
 

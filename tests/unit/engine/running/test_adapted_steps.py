@@ -16,7 +16,6 @@ from tandem.engine.contracts.config import LoraOptions, ModelOptions, SchedulerO
 from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.models.loader import load_model
-from tandem.engine.parallel.sharding import Shard
 from tandem.engine.running.decode_graphs import DecodeGraphs
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.step_inputs import adapter_rows
@@ -48,7 +47,7 @@ def test_each_row_takes_its_own_adapter(kind: str, replayed: bool, tmp_path: Pat
     base, config = tiny_model(kind), load_model_config(tiny_model(kind))
     folders = {slot: tiny_adapter(tmp_path / str(slot), base, seed=slot, rank=2 + slot) for slot in (1, 2)}
     model = load_model(base, config, ModelOptions(str(base)), CPU, torch.float32)
-    adapters = NodeAdapters(config, Shard(0, 1), LoraOptions(True, max_loras=2, max_lora_rank=8), torch.float32, CPU)
+    adapters = NodeAdapters(model.adapter_sites(), LoraOptions(True, max_loras=2, max_lora_rank=8), torch.float32, CPU)
     model.take_adapters(adapters.stacks)
     pool = torch.zeros(NUM_BLOCKS, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
     runner = ModelRunner(model, pool, SchedulerOptions(4, 96), BLOCK, MAX_LEN, (), adapters=adapters)
