@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.deploy.bench.load import percentile
+from tandem.deploy.bench.request_times import percentile
 from tandem.deploy.bench.sse_client import get_json, stream_events
 
 NUM_SAMPLES = 1  # of cold and fresh prompts: they, too, take room in the caches

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from engine_workloads import WORKLOADS, Floors, Limits, Workload
 
-from tandem.deploy.bench.load import percentile
+from tandem.deploy.bench.request_times import percentile
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import LoraOptions, ModelOptions, NodeOptions, SchedulerOptions
 from tandem.engine.contracts.hashing import root_hash

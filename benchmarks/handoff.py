@@ -35,7 +35,8 @@ from typing import Any
 from handoff_timeline import draw, handoffs, read_folder, summary
 from servers import Ready, node_counters, started_server, started_single_nodes
 
-from tandem.deploy.bench.load import RequestTimes, open_loop, percentile, request_once
+from tandem.deploy.bench.load import open_loop, request_once
+from tandem.deploy.bench.request_times import RequestTimes, percentile
 from tandem.deploy.launch.cluster_plan import count_gpus
 
 TTFT_S, TPOT_S = 0.3, 0.007

@@ -231,8 +231,8 @@ def _run_node(role: Any) -> Run:
 
 def run_bench(arguments: argparse.Namespace) -> int:
     arguments = filled({**BENCH_OPTIONS, **TRACE_OPTIONS}, arguments)
-    if arguments.simulate and (arguments.json or arguments.output):
-        raise ConfigError("a simulation prints its table alone: leave --json and --output out")
+    if arguments.simulate and (arguments.json or arguments.output or arguments.picture):
+        raise ConfigError("a simulation prints its table alone: leave --json, --output and --picture out")
     if arguments.trace and arguments.simulate:
         from tandem.deploy.bench.simulated.command import run
     elif arguments.trace:

@@ -6,11 +6,13 @@ import argparse
 import asyncio
 import json
 import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from tandem.deploy.bench.sse_client import HttpError, get_json, post_json
 from tandem.deploy.explain import table
+from tandem.deploy.pictures.waterfall import waterfall
 from tandem.engine.contracts.errors import ConfigError
 
 POLL_S = 0.5  # between two looks at a node that drains; a guess
@@ -45,7 +47,14 @@ def run_role(arguments: argparse.Namespace) -> int:
 def run_trace(arguments: argparse.Namespace) -> int:
     """Returns 0. Raises ConfigError, also for a request that nobody remembers."""
     path = f"/admin/requests/{quote(arguments.request_id, safe='')}" if arguments.request_id else "/admin/requests"
+    if arguments.picture and not arguments.request_id:
+        raise ConfigError("--picture is of one request: tandem trace REQUEST_ID --picture FILE")
     said = asyncio.run(_asked(arguments, get_json(arguments.url, path, arguments.api_key)))
+    if arguments.picture:
+        try:
+            Path(arguments.picture).write_text(waterfall(said["prompts"]))
+        except OSError as error:
+            raise ConfigError(f"can't write --picture {arguments.picture}: {error.strerror}") from None
     if arguments.json:
         print(json.dumps(said, indent=2))
     elif arguments.request_id:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.deploy.bench.load_picture import load_picture
+from tandem.deploy.bench.request_times import RequestTimes
 from tandem.deploy.explain import table
 from tandem.engine.contracts.errors import ConfigError
 
@@ -19,16 +21,26 @@ _TIMES = {
 }
 
 
-def publish(report: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Prints a report, and writes it where --output says. Raises ConfigError where that can't be written."""
+def publish(
+    report: Mapping[str, Any], arguments: argparse.Namespace, runs: Mapping[str, Sequence[RequestTimes]]
+) -> None:
+    """Prints a report, and writes it where --output says, a picture of its runs where --picture does. Raises
+    ConfigError where that can't be written."""
     text = json.dumps(report, indent=2)
-    if arguments.output:
-        try:
-            Path(arguments.output).write_text(text + "\n")
-        except OSError as error:
-            print(text)  # what took minutes to measure is not thrown away
-            raise ConfigError(f"can't write --output {arguments.output}: {error.strerror}") from None
+    files = {"output": lambda: text + "\n", "picture": lambda: load_picture(_title(report), runs)}
+    for name, content in files.items():
+        if path := getattr(arguments, name):
+            try:
+                Path(path).write_text(content())
+            except OSError as error:
+                print(text)  # what took minutes to measure is not thrown away
+                raise ConfigError(f"can't write --{name} {path}: {error.strerror}") from None
     print(text if arguments.json else as_table(report))
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    rates = f"{report['requests_per_s']:,} requests and {report['output_tokens_per_s']:,} output tokens a second"
+    return f"{report['model']}: {rates} in {report['duration_s']:,.4g} s"
 
 
 def as_table(report: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.deploy.bench.load import RequestTimes, request_once, summarize
+from tandem.deploy.bench.load import request_once
 from tandem.deploy.bench.node_figures import (
     Cluster,
     added,
@@ -24,6 +24,7 @@ from tandem.deploy.bench.node_figures import (
     read_when_still,
 )
 from tandem.deploy.bench.report import publish
+from tandem.deploy.bench.request_times import RequestTimes, summarize
 from tandem.deploy.bench.sse_client import HttpError, model_to_ask, post_json
 from tandem.deploy.bench.trace import TraceRequest, faster, pooled_hit_rate, read_trace
 from tandem.engine.contracts.errors import ConfigError
@@ -33,13 +34,17 @@ from tandem.engine.contracts.wire.parts import Targets
 def run(arguments: argparse.Namespace) -> int:
     """Prints a report. Returns 1 when a request failed. Raises ConfigError when server or trace can't be read."""
     requests = faster(read_trace(arguments.trace, arguments.limit), arguments.speed)
-    reports = [asyncio.run(_replay(arguments, url, requests)) for url in (arguments.url, *arguments.compare)]
+    runs: dict[str, list[RequestTimes]] = {}
+    reports = [asyncio.run(_replay(arguments, url, requests, runs)) for url in (arguments.url, *arguments.compare)]
     report = {**reports[0], **({"compared_with": reports[1:]} if arguments.compare else {})}
-    publish(report, arguments)
+    publish(report, arguments, runs)
     return 1 if any(each["num_failed"] for each in reports) else 0
 
 
-async def _replay(arguments: argparse.Namespace, url: str, requests: Sequence[TraceRequest]) -> dict[str, Any]:
+async def _replay(
+    arguments: argparse.Namespace, url: str, requests: Sequence[TraceRequest], runs: dict[str, list[RequestTimes]]
+) -> dict[str, Any]:
+    """Reports what came of it, and adds the times to `runs`."""
     key = arguments.api_key
     try:
         model = await model_to_ask(url, key, arguments.model)
@@ -49,7 +54,7 @@ async def _replay(arguments: argparse.Namespace, url: str, requests: Sequence[Tr
     except (OSError, HttpError, ValueError, LookupError) as error:
         raise ConfigError(f"{url} does not answer as it should: {error}; check --url and --api-key") from None
     started = time.monotonic()
-    samples = await _ask_all(arguments, url, model, requests)
+    samples = runs[url] = await _ask_all(arguments, url, model, requests)
     duration_s = time.monotonic() - started
     after = await read_when_still(url, key)
     capacity = sum(capacity_tokens(node) for node in after.values()) / arguments.trace_scale

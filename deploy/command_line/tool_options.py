@@ -34,6 +34,7 @@ class BenchOptions:
     seed: Annotated[int, "of prompts and arrivals"] = 0
     json: Annotated[bool, "print the report as JSON instead of a table"] = False
     output: Annotated[str, "file for the report, as JSON"] = ""
+    picture: Annotated[str, "file for a picture of it, as SVG: distributions, and what came over time"] = ""
     timeout: Annotated[float, Meta(gt=0, le=1e7), "seconds for one request"] = 600.0
     api_key: Annotated[str, "sent as a bearer token; better as TANDEM_API_KEY"] = ""
 
@@ -185,6 +186,7 @@ class StoryOptions:
     """Options of `tandem trace`."""
 
     request_id: Annotated[str, "the answer's id, or its X-Request-Id; left out: the newest requests"] = ""
+    picture: Annotated[str, "file for a picture of its story, as SVG"] = ""
     url: Annotated[str, "router to ask"] = URL
     json: Annotated[bool, "print the answer as JSON"] = False
     api_key: Annotated[str, ADMIN_KEY] = ""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-from xml.sax.saxutils import escape
 
+from tandem.deploy.pictures.svg import COLOURS, Svg
 from tandem.engine.contracts.wire.profile import ProfileReport
 
 WIDTH, LEFT, LINE, BAR = 900, 330, 18, 12  # pixels: of the picture, left of the bars, of a line, of a bar
 MOST_BARS = 100  # of one chart
 MOST_LETTERS = 48  # of a label, which LEFT has room for
-PLAIN, INNER = "#4c78a8", "#f58518"
+PLAIN, INNER = COLOURS[:2]
 
 
 class Bar(NamedTuple):
@@ -31,14 +31,14 @@ def picture(report: ProfileReport) -> str:
     a_step = 1 / max(1, report.steps)
     kernels = [Bar(kernel.name, kernel.ms * a_step) for kernel in report.kernels]
     charts.append(("operators, ms a step" if report.kernel_share is None else "kernels, ms a step", kernels))
-    lines = [_text(10, LINE, title, "bold")]
+    svg = Svg(WIDTH)
+    svg.text(10, LINE, title, bold=True)
     y = 2 * LINE
     for name, bars in charts:
-        lines += [_text(10, y + LINE, name, "bold"), *_chart(bars[:MOST_BARS], y + LINE)]
+        svg.text(10, y + LINE, name, bold=True)
+        _chart(svg, bars[:MOST_BARS], y + LINE)
         y += (len(bars[:MOST_BARS]) + 2) * LINE
-    size = f'width="{WIDTH}" height="{y}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
-    return "\n".join([head, f'<rect {size} fill="white"/>', *lines, "</svg>\n"])
+    return svg.document(y)
 
 
 def _layers(report: ProfileReport) -> list[Bar]:
@@ -50,21 +50,13 @@ def _layers(report: ProfileReport) -> list[Bar]:
     ]
 
 
-def _chart(bars: Sequence[Bar], y: int) -> Iterator[str]:
+def _chart(svg: Svg, bars: Sequence[Bar], y: int) -> None:
     longest = max((bar.ms for bar in bars), default=0.0) or 1.0
     scale = (WIDTH - LEFT - 80) / longest
     for index, bar in enumerate(bars, 1):
         top = y + index * LINE
-        yield _text(10, top, bar.label[:MOST_LETTERS])
-        yield _rect(LEFT, top, bar.ms * scale, PLAIN)
+        svg.text(10, top, bar.label[:MOST_LETTERS])
+        svg.rect(LEFT, top - BAR + 2, bar.ms * scale, BAR, PLAIN)
         if bar.inner_ms:
-            yield _rect(LEFT, top, min(bar.inner_ms, bar.ms) * scale, INNER)
-        yield _text(round(LEFT + bar.ms * scale) + 6, top, f"{bar.ms:.3f}")
-
-
-def _rect(x: int, bottom: int, width: float, colour: str) -> str:
-    return f'<rect x="{x}" y="{bottom - BAR + 2}" width="{width:.1f}" height="{BAR}" fill="{colour}"/>'
-
-
-def _text(x: int, y: int, words: str, weight: str = "normal") -> str:
-    return f'<text x="{x}" y="{y}" font-weight="{weight}">{escape(words)}</text>'
+            svg.rect(LEFT, top - BAR + 2, min(bar.inner_ms, bar.ms) * scale, BAR, INNER)
+        svg.text(LEFT + bar.ms * scale + 6, top, f"{bar.ms:.3f}")

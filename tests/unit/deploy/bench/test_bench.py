@@ -11,11 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from waiting import PATIENCE_S, soon
 
-from tandem.deploy.bench.load import RequestTimes, distribution, summarize
+from tandem.deploy.bench.request_times import RequestTimes, distribution, summarize
 from tandem.deploy.bench.workload import make_bodies
 from tandem.deploy.cli import filled, main, make_parser
 from tandem.deploy.options import BENCH_OPTIONS
@@ -124,8 +125,12 @@ def test_closed_loop_measures_what_the_server_does(stand_in: tuple[StandIn, str]
 
 
 def test_people_get_a_table_and_a_file_the_rest(stand_in: tuple[StandIn, str], tmp_path: Path, capsys: Any) -> None:
-    file = tmp_path / "report.json"
-    assert main(["bench", "--url", f"{stand_in[1]}/v1", "--num-requests", "2", "--output", str(file)]) == 0
+    file, picture = tmp_path / "report.json", tmp_path / "report.svg"
+    files = ["--output", str(file), "--picture", str(picture)]
+    assert main(["bench", "--url", f"{stand_in[1]}/v1", "--num-requests", "2", *files]) == 0
+    words = [text.text or "" for text in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
+    assert "Output tokens a second, over time" in words
+    assert sum(word.startswith(("p50 ", "p90 ", "p99 ")) for word in words) == 2 * 3
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["milliseconds", "mean", "p50", "p90", "p99", "max"]
     assert [line.split("  ")[0] for line in lines[1:5]] == [

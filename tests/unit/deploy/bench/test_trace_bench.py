@@ -13,9 +13,9 @@ from router_in_thread import VOCAB_SIZE, RouterInThread, make_tokenizer_folder
 
 from redis_process import running_redis
 from stand_in_node import StandInNode
-from tandem.deploy.bench.load import RequestTimes
 from tandem.deploy.bench.node_figures import NodeReading, hits_by_tier, imbalance_by_role
 from tandem.deploy.bench.redis_channel import RedisChannel
+from tandem.deploy.bench.request_times import RequestTimes
 from tandem.deploy.bench.simulated.cache import TieredCache
 from tandem.deploy.bench.simulated.cluster import Simulation
 from tandem.deploy.bench.simulated.costs import CostModel

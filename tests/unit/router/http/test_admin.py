@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from router_in_thread import FAST, VOCAB_SIZE, RouterInThread
@@ -118,7 +119,7 @@ def test_a_node_that_does_not_drain_is_named(
 
 
 def test_each_process_tells_of_the_requests_of_all(
-    workers: list[RouterInThread], router: RouterInThread, capsys: pytest.CaptureFixture[str]
+    workers: list[RouterInThread], router: RouterInThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for index, worker in enumerate(workers):
         headers = {"X-Request-Id": f"mine-{index}", "X-TTFT-Target-Ms": "60000"}
@@ -137,8 +138,12 @@ def test_each_process_tells_of_the_requests_of_all(
                 (chunk,) = (moment for moment in prompt["moments"] if moment["kind"] == "chunk")
                 assert (chunk["where"], chunk["tokens"], chunk["lasts_s"]) == (prompt["nodes"][0], 7, 0.0005)
     flags = ["--url", router.url, "--api-key", "sk-admin"]
-    assert main(["trace", "mine-1", *flags]) == 0
+    picture = tmp_path / "story.svg"
+    assert main(["trace", "mine-1", "--picture", str(picture), *flags]) == 0
+    words = [text.text for text in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
+    assert words.count("computes 7 tokens of the prompt") == 2
     assert "computes 7 tokens of the prompt" in capsys.readouterr().out
+    assert main(["trace", "--picture", str(picture), *flags]) == 2, "a picture of which?"
     assert main(["trace", *flags]) == 0
     assert len(capsys.readouterr().out.splitlines()) > 4
     assert main(["trace", "mine-0", "--json", *flags]) == 0
