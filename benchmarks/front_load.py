@@ -8,6 +8,9 @@ For each number of router processes:
 
 - most: every connection asks again as soon as its answer has ended. The figure is the routers' when they are what is
   busy: the table shows CPU shares of the routers (least and most of a process), the busiest node, the busiest client.
+With `--redis-url` (one server, or a cluster) the routers find the nodes there, and follow their directory while
+`--changes-per-s` blocks change in it; `--most-only` leaves out the rest of what follows.
+
 - few, and half of the most: time to the first token. The node sends it when it gets the request, so all of that time
   is what router and clients take. Beside it, with few: bare Starlette under uvicorn that answers with the same bytes;
   what is beyond that is what the router adds.
@@ -17,7 +20,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -28,14 +33,39 @@ from front_node import MODEL, node_main
 
 from tandem.deploy.redis_server import free_port
 from tandem.engine.contracts.config import ModelOptions, RouterOptions
+from tandem.engine.contracts.directory import BlockEvent
+from tandem.kv_connector.directory.publisher import RedisPublisher
+from tandem.kv_connector.directory.records import NodeRecord
 from tandem.router.process.main import run_router
 
 CLIENTS_PER_ROUTER = 2
 FEW_PER_S = 50
+KEPT = 100_000  # blocks of the directory, of all nodes
+TURN_S = 0.01  # a node's step
 
 
-def routers_main(port: int, num_routers: int, node_addresses: tuple[str, ...]) -> None:
-    run_router(RouterOptions(ModelOptions(str(MODEL)), port=port, workers=num_routers, nodes=node_addresses))
+def routers_main(port: int, num_routers: int, node_addresses: tuple[str, ...], redis_url: str) -> None:
+    found = {"redis_url": redis_url} if redis_url else {"nodes": node_addresses}
+    run_router(RouterOptions(ModelOptions(str(MODEL)), port=port, workers=num_routers, **found))  # type: ignore[arg-type]
+
+
+def publishers_main(redis_url: str, node_addresses: Sequence[str], changes_per_s: float) -> None:
+    """Says in Redis where the nodes are, and keeps changing what they hold."""
+    publishers = [
+        RedisPublisher(
+            redis_url, "tandem", NodeRecord(node_id=f"node-{i}", epoch=1, role="unified", control_address=address)
+        )
+        for i, address in enumerate(node_addresses)
+    ]
+    each, kept = round(changes_per_s * TURN_S / len(publishers)), KEPT // len(publishers)
+    held: list[list[bytes]] = [[] for _ in publishers]
+    while True:
+        began = time.monotonic()
+        for publisher, blocks in zip(publishers, held, strict=True):
+            new, gone = [os.urandom(16) for _ in range(each)], blocks[: max(0, len(blocks) + each - kept)]
+            blocks[:] = [*blocks[len(gone) :], *new]
+            publisher.publish([BlockEvent(b, False) for b in gone] + [BlockEvent(b, True) for b in new])
+        time.sleep(max(0.0, began + TURN_S - time.monotonic()))
 
 
 @dataclass(frozen=True)
@@ -45,17 +75,19 @@ class Bed:
     port: int
     routers: SpawnProcess
     nodes: list[SpawnProcess]
+    publishers: tuple[SpawnProcess, ...] = ()
 
     @classmethod
-    def started(cls, num_routers: int, steps_per_s: float) -> Bed:
+    def started(cls, num_routers: int, steps_per_s: float, redis_url: str = "", changes_per_s: float = 0.0) -> Bed:
         addresses = tuple(f"tcp://127.0.0.1:{free_port()}" for _ in range(num_routers))
         nodes = [start(node_main, address, steps_per_s, f"node-{i}") for i, address in enumerate(addresses)]
+        publishers = (start(publishers_main, redis_url, addresses, changes_per_s),) if redis_url else ()
         port = free_port()
-        routers = SPAWN.Process(target=routers_main, args=(port, num_routers, addresses))  # has children of its own
+        routers = SPAWN.Process(target=routers_main, args=(port, num_routers, addresses, redis_url))  # has children
         routers.start()
         for _ in range(4 * num_routers):  # connections spread over the processes, each of which must know a node
             wait_for(port, "/ready")
-        return cls(port, routers, nodes)
+        return cls(port, routers, nodes, publishers)
 
     def router_pids(self) -> list[int]:
         """The processes that serve: of several, the group's children."""
@@ -68,7 +100,7 @@ class Bed:
         return workers or [pid]
 
     def stop(self) -> None:
-        end(self.routers, *self.nodes)
+        end(self.routers, *self.nodes, *self.publishers)
 
 
 def bare_bed(event: bytes, steps_per_s: float) -> Bed:
@@ -147,6 +179,9 @@ def main() -> None:
     parser.add_argument("--steps-per-s", type=float, default=100, help="of the nodes")
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--warm-up-s", type=float, default=2)
+    parser.add_argument("--redis-url", default="", help="find the nodes there, and follow their directory")
+    parser.add_argument("--changes-per-s", type=float, default=20_000, help="blocks that change in the directory")
+    parser.add_argument("--most-only", action="store_true")
     args = parser.parse_args()
     print(
         f"routers {'':14}{SHORT['max_tokens']} tokens a request, {args.streams} connections a router process",
@@ -154,15 +189,20 @@ def main() -> None:
     )
     few = Load(2 * CLIENTS_PER_ROUTER * FEW_PER_S, CLIENTS_PER_ROUTER, FEW_PER_S, args.seconds, args.warm_up_s)
     for num_routers in args.routers:
-        bed = Bed.started(num_routers, args.steps_per_s)
+        bed = Bed.started(num_routers, args.steps_per_s, args.redis_url, args.changes_per_s)
         event = one_event(bed.port)
         clients = CLIENTS_PER_ROUTER * num_routers
         most = measure(bed, Load(args.streams * num_routers, clients, 0.0, args.seconds, args.warm_up_s))
         report(f"{num_routers} routers, most", most)
+        if args.most_only:
+            bed.stop()
+            continue
         half = Load(args.streams * num_routers, clients, most.requests_per_s / 2, args.seconds, args.warm_up_s)
         report(f"{num_routers} routers, half of it", measure(bed, half))
         report(f"{num_routers} routers, {FEW_PER_S} a second", measure(bed, few))
         bed.stop()
+    if args.most_only:
+        return
     bare = bare_bed(event, args.steps_per_s)
     report(f"Starlette, {FEW_PER_S} a second", measure(bare, few))
     bare.stop()
