@@ -105,6 +105,8 @@ ROWS = (
             (_rate("tandem_node_pulls_completed_total"), "came"),
             (_rate("tandem_node_pulls_failed_total"), "did not come"),
             (_rate("tandem_node_pulls_declined_total"), "not asked for")]),
+        Panel("Gap of a hand-off", "s", _quantiles("tandem_router_handoff_gap_seconds"),
+              "From the first token, of the node that computed the prompt, to the next, of another"),
         Panel("Pause of moved streams", "s", _quantiles("tandem_router_migration_pause_seconds")),
         Panel("Retries and losses", "short", [
             (_rate("tandem_router_retries_total"), "retries"),

@@ -18,6 +18,7 @@ from tandem.engine.process.version import version
 from tandem.router.access.gate import Gate
 from tandem.router.chat.chat import Chat
 from tandem.router.http.admin.adapter_routes import add_adapter_routes
+from tandem.router.http.admin.dashboard import add_dashboard_routes
 from tandem.router.http.admin.operate import add_operator_routes
 from tandem.router.http.admin.profile import add_profile_routes
 from tandem.router.http.around import with_request_id
@@ -33,7 +34,7 @@ from tandem.router.http.transcriptions import TRANSCRIPTS, transcription_reader
 from tandem.router.requests.service import CompletionService
 from tandem.router.text.openai_api import error_body
 from tandem.router.tracing.exporter import RequestTraces
-from tandem.router.watching.desk import RequestDesk
+from tandem.router.watching.feed import DashboardFeed
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class App:
 
 
 def make_app(
-    service: CompletionService, gate: Gate, chat: Chat, desk: RequestDesk, traces: RequestTraces | None = None
+    service: CompletionService, gate: Gate, chat: Chat, feed: DashboardFeed, traces: RequestTraces | None = None
 ) -> App:
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
     limit = service.options.max_body_bytes
@@ -96,7 +97,8 @@ def make_app(
     add_explain_route(app, service, gate, limit)
     add_profile_routes(app, service, gate)
     add_status_route(app, service, gate)
-    add_operator_routes(app, service, gate, desk)
+    add_operator_routes(app, service, gate, feed.desk)
+    add_dashboard_routes(app, gate, feed)
     _add_error_handlers(app)
     return App(endpoints, app)
 

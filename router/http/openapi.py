@@ -82,6 +82,11 @@ def _paths(options: RouterOptions) -> dict[str, Any]:
         "/status": _get("What the nodes have to do now, for operators"),
         "/admin/drain": _post("Have a node take nothing new, or take requests again", DrainBody),
         "/admin/role": _post("Give a node another role", RoleBody),
+        "/admin/feed": {"get": _operation("What the dashboard shows, each second", "text/event-stream")},
+        "/dashboard": _get("The dashboard, for people", "text/html", is_open=True),
+        "/dashboard/{file}": _get(
+            "A part of it", "text/javascript", is_open=True, parameters=[_parameter("file", "path")]
+        ),
         "/admin/requests": _get("The newest requests, and what waits"),
         "/admin/requests/{name}": _get("The story of one request", parameters=[_parameter("name", "path")]),
         "/health": _get("Whether the router lives", is_open=True),

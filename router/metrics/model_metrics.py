@@ -13,6 +13,17 @@ LENGTH_BUCKETS = tuple(factor * 10**power for power in range(6) for factor in (1
 LABELS = ("model_name",)
 
 
+def bucket_counts(histogram: Histogram) -> tuple[int, ...]:
+    """How often this process observed a value in each bucket, the last of which has no upper bound."""
+    return tuple(int(bucket.get()) for bucket in histogram._buckets)
+
+
+def count_of(counter: Counter) -> float:
+    """What this process has counted."""
+    found: float = counter._value.get()
+    return found
+
+
 class ModelFamilies:
     """The families of all models. Their series count from 0 for a model that ModelMetrics were made for."""
 

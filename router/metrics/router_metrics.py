@@ -18,7 +18,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tandem.router.metrics.model_metrics import TOKEN_BUCKETS_S, ModelFamilies, ModelMetrics
+from tandem.router.metrics.model_metrics import TOKEN_BUCKETS_S, ModelFamilies, ModelMetrics, bucket_counts, count_of
 from tandem.router.metrics.nodes import NodeCollector
 from tandem.router.placing.view import NodeView
 
@@ -108,6 +108,11 @@ class RouterMetrics:
             "sequences that were handed over while they ran", buckets=TOKEN_BUCKETS_S, registry=registry,
         )  # fmt: skip
 
+        self.handoff_gap_s = Histogram(
+            f"{PREFIX}handoff_gap_seconds", "Between the first token, of the node that computed the prompt, and the "
+            "next, of another", buckets=TOKEN_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+
     @property
     def model(self) -> ModelMetrics:
         """What requests to the model that is served now come to."""
@@ -120,6 +125,22 @@ class RouterMetrics:
     def count_promise(self, was_kept: bool | None) -> None:
         """Counts a prompt that has ended; None: it had no targets of its own."""
         self.promises.labels("none" if was_kept is None else "kept" if was_kept else "missed").inc()
+
+    def counted(self) -> tuple[dict[str, float], dict[str, tuple[int, ...]]]:
+        """What this process alone has counted of requests: counters, and histograms' buckets; nothing before a model is
+        known."""
+        if not self._read_model_name():
+            return {}, {}
+        model = self.model
+        counters = {
+            "output_tokens": count_of(model.output_tokens),
+            "prompt_tokens_taken": count_of(model.prompt_tokens),
+            "finished": count_of(self.ends.labels("finished")),
+            "ended": float(sum(bucket_counts(model.e2e_s))),
+            **{name: count_of(self.promises.labels(name)) for name in ("kept", "missed")},
+        }
+        histograms = {"ttft": model.ttft_s, "itl": model.itl_s, "gap": self.handoff_gap_s}
+        return counters, {name: bucket_counts(histogram) for name, histogram in histograms.items()}
 
     def note_figures(self) -> None:
         """Notes this process's figures, at every heartbeat: of several workers, any may be asked for all figures."""

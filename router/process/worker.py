@@ -41,6 +41,7 @@ from tandem.router.text.privacy import Privacy
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.exporter import RequestTraces, checked_endpoint
 from tandem.router.watching.desk import RequestDesk
+from tandem.router.watching.feed import DashboardFeed
 
 TICK_S = 0.1  # a guess: how late a deadline may be seen
 CANCEL_GRACE_S = 2.0  # at the end, for nodes to hear the last cancels; a guess
@@ -83,6 +84,7 @@ class Worker:
         if options.otlp_traces_endpoint:
             checked_endpoint(options.otlp_traces_endpoint)
         self.service: CompletionService  # made by `run`, on its event loop
+        self.feed: DashboardFeed  # likewise
         self._server: Server | None = None
 
     def stop(self) -> None:
@@ -123,10 +125,11 @@ class Worker:
         await desk.exchange.open()
         endpoint = self._options.otlp_traces_endpoint
         traces = RequestTraces(endpoint, self.info.node_id, desk.told) if endpoint else None
-        app = make_app(service, Gate(self._api_keys, sources.limits), self._chat, desk, traces)
+        self.feed = DashboardFeed(desk)
+        app = make_app(service, Gate(self._api_keys, sources.limits), self._chat, self.feed, traces)
         self._server = server = Server(app, last_resort_s, self._http_limits(), self._options.web)
         service.connect()
-        tasks = [watched_task(self._tick(server, on_beat), "tick")]
+        tasks = [watched_task(self._tick(server, on_beat), "tick"), lasting_task(self.feed.run, "dashboard")]
         if sources.discovery is not None:
             tasks.append(lasting_task(partial(cluster.follow, sources.discovery), "discovery"))
         tasks.append(watched_task(_announce(server, sock.getsockname()[1], on_serving), "announce"))
@@ -161,6 +164,8 @@ class Worker:
                 self.service.metrics.note_figures()
                 self._api_keys.reload()
                 on_beat()
+            if server.should_exit:
+                self.feed.close()
             stopping_since = min(stopping_since, now) if server.should_exit else math.inf
             if now - stopping_since >= timeouts.drain_s:
                 self.service.abort_all(UnavailableError("the router is shutting down"))

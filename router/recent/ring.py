@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from typing import Any
 
@@ -17,7 +18,7 @@ class RecentRequests:
     def __init__(self, kept: int = KEPT) -> None:
         self._kept = kept
         self._stories: OrderedDict[str, RequestStory] = OrderedDict()
-        self.flows: dict[tuple[str, str], tuple[int, int]] = {}  # (prefill, decode) -> hand-offs, prompt tokens
+        self._flows: dict[tuple[str, str], tuple[int, int]] = {}  # (prefill, decode) -> hand-offs, prompt tokens
 
     def begin(self, story: RequestStory) -> None:
         self._stories[story.request_id] = story
@@ -26,10 +27,14 @@ class RecentRequests:
 
     def flowed(self, source: str, sink: str, num_tokens: int) -> None:
         """Counts a prompt that one node computes for another."""
-        number, tokens = self.flows.pop((source, sink), (0, 0))
-        self.flows[source, sink] = number + 1, tokens + num_tokens
-        if len(self.flows) > MOST_PAIRS:
-            del self.flows[next(iter(self.flows))]
+        number, tokens = self._flows.get((source, sink), (0, 0))
+        if number or len(self._flows) < MOST_PAIRS:
+            self._flows[source, sink] = number + 1, tokens + num_tokens
+
+    def take_flows(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """What flowed since the last call, by (prefill, decode): prompts, and their tokens."""
+        flows, self._flows = self._flows, {}
+        return flows
 
     def find(self, name: str) -> list[RequestStory]:
         """The prompts of the newest request of that name: its own id, its client's, or X-Request-Id."""
@@ -48,7 +53,8 @@ class RecentRequests:
             found.append(story.summary(now))
         return found
 
-    def slacks(self, now: float) -> list[float]:
-        """The slack of each prompt that waits for a promised first token, in seconds; below 0 when it is late."""
-        found = (story.slack_s(now) for story in self._stories.values())
+    def slacks(self, now: float, since: float = math.inf) -> list[float]:
+        """The slack of each prompt that waits for a promised first token, or got it after `since`, in seconds; below 0
+        when it is late."""
+        found = (story.slack_s(now, since) for story in self._stories.values())
         return [slack for slack in found if slack is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,11 +101,14 @@ class RequestStory:
         is_early = not targets.ttft_s or self.first_token_at - self.started_at <= targets.ttft_s
         return is_early and (not targets.tpot_s or tpot_s <= targets.tpot_s)
 
-    def slack_s(self, now: float) -> float | None:
-        """How much sooner than promised the first token may still come; None: it is there, or nothing was promised."""
-        if not self.targets.ttft_s or self.first_token_at is not None or self.ended_at is not None:
+    def slack_s(self, now: float, since: float = math.inf) -> float | None:
+        """How much sooner than promised the first token may still come, or came after `since`; None: it was there
+        before, or nothing was promised."""
+        came_at = self.first_token_at
+        is_over = self.ended_at is not None if came_at is None else came_at < since
+        if not self.targets.ttft_s or is_over:
             return None
-        return self.started_at + self.targets.ttft_s - now
+        return self.started_at + self.targets.ttft_s - (now if came_at is None else came_at)
 
     def summary(self, now: float) -> dict[str, Any]:
         """The story in a line, for JSON: times in seconds since its arrival."""

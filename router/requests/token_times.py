@@ -28,7 +28,10 @@ class TokenTimes:
         if previous:
             gap_s = self._now - previous
             self._gaps_s[gap_s] = self._gaps_s.get(gap_s, 0) + 1
-            generation.story.waited(gap_s)
+            story = generation.story
+            if not story.longest_gap_s and len(story.nodes) > 1:
+                self._metrics.handoff_gap_s.observe(gap_s)
+            story.waited(gap_s)
             if sample_index in generation.moved_samples:
                 generation.moved_samples.remove(sample_index)
                 self._metrics.migration_pause_s.observe(gap_s)

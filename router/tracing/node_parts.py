@@ -12,7 +12,7 @@ def node_parts(told: Mapping[str, Any], started_at: float) -> Iterator[Stage]:
     """The parts of a prompt that came at `started_at` (monotonic seconds), from its story as `RequestDesk.told` has it.
     What took no time that anybody measured begins and ends in one moment."""
     moments = [each for each in told["moments"] if each["where"] != "router" and each["kind"] != "tokens"]
-    for index, moment in enumerate(moments):
+    for moment in moments:
         begin = started_at + moment["at_s"]
         about: dict[str, str | int] = {"tandem.node": moment["where"]}
         if moment["kind"] == "chunk":
@@ -22,9 +22,7 @@ def node_parts(told: Mapping[str, Any], started_at: float) -> Iterator[Stage]:
             about |= {"tandem.bytes": moment["bytes"], "tandem.layers": moment["layers"]}
             yield Stage("push KV", begin, begin + moment["lasts_s"], about)
         elif moment["kind"] == "verify":
-            after = (each for each in moments[index + 1 :] if each["where"] == moment["where"])
-            end = next((each["at_s"] for each in after if each["kind"] in ("commit", "verify", "message")), None)
-            yield Stage("verify KV", begin, begin if end is None else started_at + end, about)
+            yield Stage("verify KV", begin, begin + moment["lasts_s"], about)
         else:
             yield Stage(moment["text"], begin, begin, about)
 

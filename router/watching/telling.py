@@ -30,6 +30,7 @@ def told(story: RequestStory, answers: Mapping[str, tuple[Story, float]], now: f
     for node, (answer, came_at) in answers.items():
         moments += [shown for moment in answer.moments if (shown := _of_node(story, node, moment, came_at)) is not None]
     moments.sort(key=lambda moment: moment["at_s"])
+    _time_verification(moments)
     if story.first_token_at is not None and story.last_token_at > story.first_token_at:
         moments.append(_of_tokens(story))
     return {
@@ -82,6 +83,18 @@ def _of_node(story: RequestStory, node: str, moment: NodeMoment, came_at: float)
     if moment.stage not in MEANINGS:
         return None
     return _moment(story, at, 0.0, node, KINDS.get(moment.stage, "message"), MEANINGS[moment.stage])
+
+
+def _time_verification(moments: list[dict[str, Any]]) -> None:
+    """Gives verification its time, which messages mark: from when the KV was there to what its node said then."""
+    begun: dict[str, dict[str, Any]] = {}
+    for moment in moments:
+        if moment["kind"] not in ("verify", "commit", "message"):
+            continue
+        if (verify := begun.pop(moment["where"], None)) is not None:
+            verify["lasts_s"] = round(moment["at_s"] - verify["at_s"], 5)
+        if moment["kind"] == "verify":
+            begun[moment["where"]] = moment
 
 
 def _of_tokens(story: RequestStory) -> dict[str, Any]:

@@ -34,6 +34,7 @@ PHRASES = (
     "`tandem config` shows what is in force and where it comes from",
     "`tandem serve` drains on Ctrl-C, SIGTERM and SIGHUP",
     "says how many requests it waits for",
+    "`/dashboard` of the router shows all of it live in a browser",
     "say why one went where",
     "`X-Session-Id` pins a conversation",
     "it replays a trace on a simulated cluster of N nodes",

@@ -17,6 +17,7 @@ from tandem.router.access.gate import Gate
 from tandem.router.chat.chat import Chat
 from tandem.router.http.app import make_app
 from tandem.router.watching.desk import RequestDesk
+from tandem.router.watching.feed import DashboardFeed
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,8 @@ def found(router: RouterInThread) -> dict[str, Any]:
 def test_every_path_and_method_is_described(router: RouterInThread, folder: Path, found: dict[str, Any]) -> None:
     service = router.worker.service
     chat = Chat(folder, service.tokenizer, service.options)
-    app = make_app(service, Gate(ApiKeys("", lambda name: b"")), chat, RequestDesk(service, None))
+    feed = DashboardFeed(RequestDesk(service, None))
+    app = make_app(service, Gate(ApiKeys("", lambda name: b"")), chat, feed)
     served = {}
     for route in app.routes:
         assert isinstance(route, Route)
@@ -48,7 +50,11 @@ def test_what_is_described_is_served(router: RouterInThread, found: dict[str, An
     assert found["openapi"] == "3.1.0"
     for path, methods in found["paths"].items():
         for method, operation in methods.items():
-            answer = router.client.request(method, path.replace("{model_id}", "stand-in").replace("{name}", "one"))
+            names = {"{model_id}": "stand-in", "{name}": "one", "{file}": "main.js"}
+            for name, value in names.items():
+                path = path.replace(name, value)
+            with router.client.stream(method, path) as answer:  # one of them has no end
+                pass
             assert answer.status_code == (400 if "requestBody" in operation else 200), f"{method} {path}"
             kind = answer.headers["content-type"].partition(";")[0]
             assert kind in operation["responses"]["200"]["content"]
@@ -73,7 +79,7 @@ def test_a_router_with_a_key_says_so(folder: Path) -> None:
         assert found["components"]["schemas"]["ChatBody"]["additionalProperties"] is False
         for path, methods in found["paths"].items():
             if "get" in methods and path != "/ready":
-                answer = router.client.get(path.replace("{model_id}", "stand-in"))
+                answer = router.client.get(path.replace("{model_id}", "stand-in").replace("{file}", "main.js"))
                 is_open = methods["get"].get("security") == []
                 assert answer.status_code == (200 if is_open else 401), path
 
