@@ -243,10 +243,14 @@ class Cluster:
             self.need.placed(placement.plan)
             placement, counted = with_helpers(placement, request, nodes, options.prefill_nodes_per_prompt)
             for node, told in counted:
-                self._note(node, told, now)
-                if self._siblings is not None:
-                    self._siblings.tell(told)
+                self._count(node, told, now)
         return placement
+
+    def _count(self, view: NodeView, told: Told, now: float) -> None:
+        """Notes what this process places, and tells the others."""
+        self._note(view, told, now)
+        if self._siblings is not None:
+            self._siblings.tell(told)
 
     def _note(self, view: NodeView, told: Told, now: float) -> None:
         ping_sequence = self._links_by_key[view.key].ping_sequence
@@ -262,10 +266,7 @@ class Cluster:
 
     def expect_sequence(self, view: NodeView, now: float) -> None:
         """Counts a running sequence that is about to come to this node."""
-        told = Told(view.tag, 0, 1, 0, 1, 0)
-        self._note(view, told, now)
-        if self._siblings is not None:
-            self._siblings.tell(told)
+        self._count(view, Told(view.tag, 0, 1, 0, 1, 0), now)
 
     def offers(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> list[Choice]:
         """What each node would cost now, cheapest first; nothing is placed."""

@@ -29,6 +29,8 @@ class WorkReporter:
 
     def observed(self, output: SchedulerOutput, num_prompt_tokens: int, seconds: float) -> None:
         """Learns from a step that took so long. `num_prompt_tokens`: of the step's rows that are prompt work."""
+        if not isinstance(self._state.prompt_order, SlackOrder):
+            return  # nobody is told
         self._num_steps += 1
         if not num_prompt_tokens:
             if self._num_steps % STEPS_APART == 0:
