@@ -47,6 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     (prompt,) = answer["prompts"]
     print(f"{prompt['num_prompt_tokens']} prompt tokens, placement {answer['placement']}; costs as prefix_aware counts")
     print(table([name for name, _, _ in COLUMNS], [_row(node, COLUMNS) for node in prompt["nodes"]]))
+    for node in prompt["nodes"]:
+        if node["leaning_why"]:
+            print(f"{node['node_id']} is for {node['leaning']} first: {node['leaning_why']}")
     if prompt["plans"]:
         print("\nby who would be late, of which the first is taken:")
         print(table([name for name, _, _ in PLAN_COLUMNS], [_row(plan, PLAN_COLUMNS) for plan in prompt["plans"]]))

@@ -40,7 +40,9 @@ def run_role(arguments: argparse.Namespace) -> int:
         raise ConfigError("name the node and its role: tandem role NODE prefill|decode|unified")
     body = {"node": arguments.node, "role": arguments.new_role}
     said = asyncio.run(_asked(arguments, post_json(arguments.url, "/admin/role", body, arguments.api_key)))
-    print(json.dumps(said, indent=2) if arguments.json else f"{said['node']} is a {said['role']} node")
+    first = f", for {said['leaning']} first{' until told otherwise' if said['is_pinned'] else ''}"
+    text = f"{said['node']} is a {said['role']} node{'' if said['leaning'] == said['role'] else first}"
+    print(json.dumps(said, indent=2) if arguments.json else text)
     return 0
 
 

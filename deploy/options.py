@@ -77,6 +77,11 @@ class ClusterOptions:
         "number of nodes that do all work and compute for each other where that helps, by --ttft-target-ms and "
         "--tpot-target-ms: a local cluster (docs/elastic.md)",
     ] = 0
+    fixed_roles: Annotated[
+        bool,
+        "nodes of --prefill and --decode stay what they are; with --no-fixed-roles they do all work, begin with that "
+        "leaning and change it by demand: a local cluster with --tpot-target-ms (docs/elastic.md)",
+    ] = True
     prefill_tensor_parallel_size: Annotated[Count, "GPUs of each prefill node; 0: as --tensor-parallel-size"] = 0
     decode_tensor_parallel_size: Annotated[Count, "GPUs of each decode node; 0: as --tensor-parallel-size"] = 0
     ray: Annotated[

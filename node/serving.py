@@ -14,12 +14,13 @@ from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.adapters import Adapters, LoadAdapter
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.handoff import KVPull
-from tandem.engine.contracts.wire.operate import Drain
+from tandem.engine.contracts.wire.operate import Drain, Lean
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Cancel, FlushBlocks, Migrate, Submit
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.scheduling.request import EngineEvent, Request
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.scheduling.work.leaning import OwnLeaning
 from tandem.kv_connector.protocol.outcomes import (
     HandoffCompleted,
     HandoffFailed,
@@ -49,6 +50,7 @@ class ServingNode:
         max_queue: int,
         handoffs: Handoffs,
         precise: Scheduler | None = None,
+        leaning: OwnLeaning | None = None,
     ) -> None:
         """`precise`: of the engine beside, which serves what asks for precise KV; None: this one does."""
         self.info = info
@@ -59,6 +61,7 @@ class ServingNode:
         self.handoffs = handoffs
         self.precise = precise
         self.num_precise = 0
+        self.leaning = leaning or OwnLeaning()
         self.departures = Departures(handoffs.source, scheduler, book)
         self.prefixes = PrefixComputer(info, handoffs.source, handoffs.puller, scheduler.state)
         self.adapters = AdapterDesk()
@@ -156,6 +159,9 @@ class ServingNode:
                 self._abort(entry, tuple(message.sample_indices))
         elif isinstance(message, Drain):
             self.draining = message.on or self._is_ending
+        elif isinstance(message, Lean):
+            if self.info.role == "unified":  # others are what they are
+                self.leaning.ask(message.leaning, now)
         elif isinstance(message, FlushBlocks):
             self.scheduler.state.flush()
         elif isinstance(message, Migrate):
@@ -284,6 +290,7 @@ class ServingNode:
             **self.scheduler.state.queues.adapters.counters(),
             **self.handoffs.counters(),
             **self.departures.counters.as_dict(),
+            **self.leaning.counters(),
         }
 
     def status(self, counters: Mapping[str, float]) -> Status:
@@ -307,6 +314,7 @@ class ServingNode:
             fetch_s_per_token_from=fetch_s_per_token_from,
             counters=all_counters,
             work=self.scheduler.work.report(),
+            leaning=self.leaning.told(self.scheduler.state.clock.now()),
         )
 
     def _transfer_s_per_token(self, counters: dict[str, float]) -> float:

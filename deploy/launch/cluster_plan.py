@@ -18,7 +18,8 @@ NODES, ROUTER = 0, 1  # stages
 # Not `python -m`, which would put the working directory on sys.path, where a folder may shadow a package.
 PROGRAM = "import sys; sys.path.remove(''); from tandem.deploy.cli import main; sys.exit(main())"
 _NOT_FOR_NODES = (
-    "host", "port", "prefill", "decode", "elastic", "prefill_tensor_parallel_size", "decode_tensor_parallel_size",
+    "host", "port", "prefill", "decode", "elastic", "fixed_roles", "prefill_tensor_parallel_size",
+    "decode_tensor_parallel_size", "leaning",
 )  # fmt: skip
 
 
@@ -77,7 +78,8 @@ def _roles(values: Mapping[str, Any]) -> list[str]:
 
 def _placed(values: Mapping[str, Any]) -> Values:
     """With the placement that nodes which do all work need, unless another one is named."""
-    return {**({"placement": "elastic"} if values.get("elastic") else {}), **values}
+    is_elastic = values.get("elastic") or not values.get("fixed_roles", True)
+    return {**({"placement": "elastic"} if is_elastic else {}), **values}
 
 
 def _plan_nodes(roles: list[str], values: Mapping[str, Any], is_local: bool = True) -> list[ChildPlan]:
@@ -88,8 +90,10 @@ def _plan_nodes(roles: list[str], values: Mapping[str, Any], is_local: bool = Tr
         if is_local:
             own |= share_of_machine(index, ranks, num_gpus, os.cpu_count() or 1, own)
         own["tensor_parallel_size"] = ranks[index]
-        name = f"{role}-{index - roles.index(role)}"
-        plans.append(_child(name, NODES, role, NODE_OPTIONS, own, node_id=name, is_local=is_local))
+        name, command = f"{role}-{index - roles.index(role)}", role
+        if role != "unified" and not values.get("fixed_roles", True):
+            command, own["leaning"] = "unified", role
+        plans.append(_child(name, NODES, command, NODE_OPTIONS, own, node_id=name, is_local=is_local))
     return plans
 
 

@@ -63,8 +63,10 @@ def serve(values: Mapping[str, Any]) -> int:
     elif url:
         check_redis_url(url)
         console.say("a single node needs no Redis: --redis-url is for --prefill and --decode, or --elastic")
-    if num_all and not values.get("tpot_target_ms"):
-        console.say("--elastic goes by deadlines: until --tpot-target-ms is given, each request stays on one node")
+    if (num_all or not values.get("fixed_roles", True)) and not values.get("tpot_target_ms"):
+        console.say(
+            "nodes that do all work go by deadlines: until --tpot-target-ms is given, each request stays on one"
+        )
     # Bound from here on and never listening: a taken port is found now, port 0 becomes one for good, and the system
     # gives it to nobody who asks for any, neither while weights are loaded nor while a router starts again.
     port = values.get("port", RouterOptions.port)

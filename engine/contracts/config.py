@@ -186,6 +186,10 @@ class NodeOptions:
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     timeouts: Timeouts = field(default_factory=Timeouts)
     lora: LoraOptions = field(default_factory=LoraOptions)
+    leaning: Annotated[
+        Literal["", "prefill", "decode"],
+        "of a node that does all work: what it is for first, until demand asks for the other (docs/elastic.md)",
+    ] = ""
     node_id: Annotated[str, "name of this node, unique in the cluster; default: its role and a random suffix"] = ""
     host: Host = "127.0.0.1"
     port: Port = 0

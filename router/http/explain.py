@@ -27,8 +27,7 @@ def placement_headers(generations: Sequence[Generation]) -> list[tuple[bytes, by
 
 def add_explain_route(app: FastAPI, service: CompletionService, gate: Gate, limit: int) -> None:
     """Adds `POST /explain`, which takes a body of /v1/completions and answers what each node would cost now, and what
-    the elastic rule would choose from. Nothing is
-    placed or sent. `limit`: the most bytes of a body."""
+    the elastic rule would choose from. Nothing is placed or sent. `limit`: the most bytes of a body."""
 
     @app.post("/explain")
     async def explain(request: Request) -> Response:
@@ -62,6 +61,8 @@ def _shown(choice: Choice) -> dict[str, Any]:
     return {
         "node_id": info.node_id,
         "role": info.role,
+        "leaning": choice.node.leaning,
+        "leaning_why": choice.node.status.leaning.why,
         "part": choice.kind,
         "cost_s": round(choice.cost_s, 6),
         "queue_s": round(choice.queue_s, 6),

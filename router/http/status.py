@@ -46,6 +46,8 @@ def _shown(view: NodeView) -> dict[str, Any]:
     return {
         "node_id": info.node_id,
         "role": info.role,
+        "leaning": view.leaning,
+        "leaning_why": said.leaning.why,
         "address": info.control_address,
         "version": info.version,
         "state": state,

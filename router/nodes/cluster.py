@@ -82,7 +82,7 @@ class Cluster:
         self._identity_key = b""
         self._serving: list[NodeView] | None = None  # None: to be found out
         self.adapters = ServedAdapters(options.lora, self._say, lambda: [*self._links_by_key])
-        self._policy, self._is_elastic = make_policy(options.placement, hello.epoch), options.placement == "elastic"
+        self._policy, self.is_elastic = make_policy(options.placement, hello.epoch), options.placement == "elastic"
         self.need = FleetNeed()
         self.identity: ModelIdentity | None = None
         self.facts: ModelFacts | None = None
@@ -236,7 +236,7 @@ class Cluster:
     def place(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> Placement | None:
         self._hear_siblings(now)
         cached, nodes, options = self._cached_tokens(block_hashes), self.serving(), self._options
-        placement = find_elastic(request, nodes, cached, now) if self._is_elastic else None
+        placement = find_elastic(request, nodes, cached, now) if self.is_elastic else None
         if placement is None:
             placement = find_placement(request, nodes, cached, options.local_tail_tokens, self._policy, now)
         if placement is not None:
@@ -274,7 +274,7 @@ class Cluster:
 
     def plans(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> list[Plan]:
         """What the elastic rule chooses from now, cheapest first; none where it doesn't place."""
-        return plans(request, self.serving(), self._cached_tokens(block_hashes), now) if self._is_elastic else []
+        return plans(request, self.serving(), self._cached_tokens(block_hashes), now) if self.is_elastic else []
 
     def _cached_tokens(self, block_hashes: Sequence[bytes]) -> dict[NodeKey, int]:
         if self._directory is None or self.identity is None or not block_hashes:

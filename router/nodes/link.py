@@ -24,7 +24,7 @@ from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.adapters import AdapterLoaded, Adapters, LoadAdapter
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
-from tandem.engine.contracts.wire.operate import Drain, Story, TellStory
+from tandem.engine.contracts.wire.operate import Drain, Lean, Story, TellStory
 from tandem.engine.contracts.wire.parts import Message, NodeInfo
 from tandem.engine.contracts.wire.profile import Profiled, StartProfile, StopProfile
 from tandem.engine.contracts.wire.requests import (
@@ -52,7 +52,7 @@ READ_BURST_S = 0.01  # reading before other work gets its turn; a guess
 SILENT_HEARTBEATS = 3  # unanswered ones, before a node gets nothing that others can take; a guess
 REFUSED_HANDSHAKES = 3  # in a row, before the node's key is in doubt: a node that just ends may fail one; a guess
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # guesses: before what can't be opened is tried again
-Verb = Submit | Cancel | Migrate | StartProfile | StopProfile | LoadAdapter | Adapters | Drain | TellStory
+Verb = Submit | Cancel | Migrate | StartProfile | StopProfile | LoadAdapter | Adapters | Drain | Lean | TellStory
 AboutAdapters = AdapterLoaded | Adapters
 RequestMessage = Accepted | Tokens | PromptLogprobs | Pooled | RequestFailed | Cancelled | Migrated
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -19,6 +19,9 @@ from tandem.engine.contracts.rate import AIMED_AT, STRETCH
 from tandem.router.placing.outlook import Forecast, Outlook
 from tandem.router.placing.policies import DUPLICATE_COST, NO_ROOM_S, SEQUENCE_COST_TOKENS
 
+# Work on a node that is for the other first: so much of what a prompt takes there, so much for a stream, and never as
+# much as somebody who is late.
+AGAINST_PROMPT, AGAINST_STREAM_S, MOST_AGAINST_S = 2.0, 0.5, 5.0  # guesses
 LATE_S = 10.0  # what somebody who is late costs, in seconds of somebody's waiting; a guess
 MOST_NODES = 4  # that compute one prompt; a guess
 SHARED_TOKENS = 4096  # of a prompt for each node that computes it, at least: shorter parts are all launches; a guess
@@ -51,6 +54,7 @@ class Fleet:
     roads: Roads
     stays: frozenset[NodeKey] = frozenset()  # who computes only what he decodes
     takes_none: frozenset[NodeKey] = frozenset()  # who decodes only what he computes
+    leanings: Mapping[NodeKey, str] = field(default_factory=dict)  # who is for prompts ("prefill") or streams first
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -185,14 +189,14 @@ class _Search:
         for sink in home + away[:1]:
             stream_s, num_slowed = self._streams[sink.key]
             moved = 0 if sink is lead.node else num_tokens - self._cached.get(sink.key, 0)
-            twice_s = moved * DUPLICATE_COST * lead.node.least_s_per_token
+            twice_s = moved * DUPLICATE_COST * lead.node.least_s_per_token * (not self._is_meant(lead, sink))
             moving_s = self._roads.handover_s * (sink is not lead.node) + moved * self._roads.transfer_s_per_token
             plans.append(
                 Plan(
                     computing=tuple(each.node.key for each in group),
                     decoding=sink.key,
                     peer=lead.peer,
-                    cost_s=price.cost_s + stream_s + moving_s + twice_s,
+                    cost_s=price.cost_s + stream_s + moving_s + twice_s + self._against(group, price, sink),
                     own_s=price.own_s,
                     num_late=price.num_late + num_slowed,
                     share_s=price.share_s,
@@ -200,6 +204,16 @@ class _Search:
                 )
             )
         return plans
+
+    def _is_meant(self, lead: _Lead, sink: Outlook) -> bool:
+        """Whether handing over is what these nodes are there for."""
+        leanings = self._fleet.leanings
+        return leanings.get(lead.node.key) == "prefill" and leanings.get(sink.key) == "decode"
+
+    def _against(self, group: Sequence[_Lead], price: _Price, sink: Outlook) -> float:
+        leanings = self._fleet.leanings
+        prompt_s = sum(leanings.get(each.node.key) == "decode" for each in group) * AGAINST_PROMPT * price.share_s
+        return min(MOST_AGAINST_S, prompt_s + AGAINST_STREAM_S * (leanings.get(sink.key) == "prefill"))
 
     def _price(self, group: Sequence[_Lead]) -> _Price:
         task, now = self._task, self._now

@@ -92,6 +92,7 @@ def _asked(request: PlacementRequest, nodes: Sequence[NodeView]) -> tuple[Task, 
         computing if ends_at_once else outlooks,
         _roads([*prefills, *decoders]),
         stays=frozenset(node.key for node in decoders if node.role == "decode" or _is_large(request, node)),
+        leanings={node.key: node.leaning for node in (*sources, *decoders)},
         takes_none=frozenset(node.key for node in decoders if node.role == "unified" and _is_large(request, node)),
     )
     return Task(request.num_prompt_tokens, *_promised(request, computing), moves), fleet

@@ -81,6 +81,11 @@ class NodeView:
     def usable(self) -> bool:
         return not (self.lost or self.draining)
 
+    @property
+    def leaning(self) -> str:
+        """The work that it is for first, by its role or, where it does all work, by its leaning; "unified": neither."""
+        return self.status.leaning.role if self.role == "unified" else self.role
+
     def backlog_s(self, now: float) -> float:
         """Seconds of prompt work that it has, as far as is known."""
         return max(0.0, self.idle_at - now)

@@ -27,7 +27,7 @@ class Rebalancer:
 
     def __init__(self, options: RouterOptions, nodes: Nodes, carry_out: CarryOut) -> None:
         self._within_s = options.timeouts.migrate_s
-        self._policy = MigrationPolicy(options.rebalance_kv)
+        self._policy = MigrationPolicy(options.rebalance_kv, options.placement == "elastic")
         self._nodes, self._carry_out = nodes, carry_out
 
     def tick(self, generations: Iterable[Generation], now: float) -> None:
@@ -57,7 +57,7 @@ class Rebalancer:
         self, generation: Generation, sample: int, source: NodeView, nodes: Sequence[NodeView], now: float
     ) -> None:
         machine = generation.machine
-        target = self._policy.target(source, nodes, machine.num_tokens_of(sample), machine.spec.most_tokens)
+        target = self._policy.target(source, nodes, machine.num_tokens_of(sample), machine.spec.most_tokens, now)
         if target is None:
             return
         self._policy.moved(source, now)

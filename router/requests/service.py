@@ -19,6 +19,7 @@ from tandem.router.media.parts import expanded, named_parts
 from tandem.router.media.reader import MediaReader
 from tandem.router.metrics.router_metrics import RouterMetrics
 from tandem.router.nodes.cluster import Cluster
+from tandem.router.nodes.leaner import Leaner
 from tandem.router.placing.elastic import Plan
 from tandem.router.placing.placement import PlacementRequest
 from tandem.router.placing.policies import Choice
@@ -81,6 +82,7 @@ class CompletionService:
         self.num_awaiting_facts = 0  # requests that came before any node
         self.recent = RecentRequests()
         self._dispatcher = Dispatcher(cluster, metrics, self.recent, clock)
+        self._leaner = Leaner(cluster)
         self._rebalancer = Rebalancer(options, cluster, self._dispatcher.carry_out)
 
     def connect(self) -> None:
@@ -250,6 +252,7 @@ class CompletionService:
         else fails."""
         now = self._clock()
         self._try("the nodes", self.cluster.tick, now)
+        self._try("leanings", self._leaner.tick, now)
         self._dispatcher.tick(now)
         self.metrics.waiting.set(self.num_waiting + self.num_awaiting_facts)
         self._try("moves", self._rebalancer.tick, self._dispatcher.active, now)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import pytest
 from router_in_thread import RouterInThread
 from split_pair import GREEDY, Alone, changed
 from waiting import wait_until
@@ -95,3 +97,52 @@ def test_work_goes_the_other_way_when_the_mix_does(alone: Alone) -> None:
             assert {plan["computes"] for plan in plans} == {node.info.node_id for node in nodes}
             figures = router.client.get("/status").json()["fleet"]
             assert (figures["late_work_seconds"], figures["spare_nodes"] > 0) == (0, True), "all are in time"
+
+
+def test_nodes_lean_the_other_way_when_the_mix_does(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chat alone takes both nodes, long prompts alone bring one back, an operator has the last word; nothing fails."""
+    for name, seconds in (("router.placing.leaning.SETTLES_S", 0.5), ("router.placing.leaning.HOLDS_S", 0.2),
+                          ("engine.scheduling.work.reporter.LATELY_S", 0.3)):  # fmt: skip
+        monkeypatch.setattr(f"tandem.{name}", seconds)
+    promised = {"transport": "shm", "ttft_target_ms": 60_000, "tpot_target_ms": 0.2}  # streams always lack time
+    folder, names = tiny_model("llama"), ("prefill", "decode")
+    nodes = [Node(node_options("unified", folder, node_id=name, leaning=name, **promised)) for name in names]
+    try:
+        addresses = tuple(node.info.control_address for node in nodes)
+        with RouterInThread(folder, addresses, timeouts=FAST, placement="elastic") as router:
+            router.wait_ready()
+            views = router.worker.service.cluster.serving
+            wait_until(lambda: {view.leaning for view in views()} == set(names), "both nodes")
+            model = router.client.get("/v1/models").json()["data"][0]["id"]
+            seeds = itertools.count()
+
+            def ask(length: int, num_tokens: int, until: Callable[[], bool]) -> None:
+                while not until():
+                    prompts = [random_prompt(length, seed=next(seeds)) for _ in range(2)]
+                    body = {"model": model, "prompt": prompts, "max_tokens": num_tokens, "temperature": 0,
+                            "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+                    answer = router.client.post("/v1/completions", json=body, timeout=120)
+                    assert answer.status_code == 200, answer.text
+                    assert [len(choice["token_ids"]) for choice in answer.json()["choices"]] == [num_tokens] * 2
+
+            def shift(length: int, num_tokens: int, until: Callable[[], bool]) -> None:
+                with ThreadPoolExecutor(2) as pool:  # somebody always has work
+                    for asked in [pool.submit(ask, length, num_tokens, until) for _ in range(2)]:
+                        asked.result(240)
+
+            shift(20, 30, lambda: {view.leaning for view in views()} == {"decode"})
+            shift(300, 1, lambda: "prefill" in {view.leaning for view in views()})
+            turned = next(view.info.node_id for view in views() if view.leaning == "prefill")
+            told = {node["node_id"]: node for node in router.client.get("/status").json()["nodes"]}
+            assert told[turned]["leaning_why"].startswith("prompts took")
+            assert (
+                f'tandem_node_leans_to_prompts{{node="{turned}",role="unified"}} 1.0'
+                in router.client.get("/metrics").text
+            )
+            pinned = router.client.post("/admin/role", json={"node": turned, "role": "decode"}).json()
+            assert (pinned["leaning"], pinned["is_pinned"]) == ("decode", True)
+            free = router.client.post("/admin/role", json={"node": turned, "role": "unified"}).json()
+            assert (free["leaning"], free["is_pinned"]) == ("decode", False)
+    finally:
+        for node in reversed(nodes):
+            node.stop()

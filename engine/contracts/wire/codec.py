@@ -28,7 +28,7 @@ from tandem.engine.contracts.wire.handoff import (
     KVResend,
     KVWait,
 )
-from tandem.engine.contracts.wire.operate import Drain, Story, TellStory
+from tandem.engine.contracts.wire.operate import Drain, Lean, Story, TellStory
 from tandem.engine.contracts.wire.parts import (
     Message,
 )
@@ -66,6 +66,7 @@ ToNode = (
     | StartProfile
     | StopProfile
     | Drain
+    | Lean
     | TellStory
     | OfSource
     | OfSink

@@ -7,7 +7,7 @@ from tandem.engine.contracts.wire.parts import (
     NodeInfo,
     Seconds,
 )
-from tandem.engine.contracts.wire.work import NodeReport
+from tandem.engine.contracts.wire.work import NO_LEANING, Leaning, NodeReport
 
 WIRE_VERSION = 14
 
@@ -61,4 +61,5 @@ class Status(Message, frozen=True, kw_only=True):
     fetch_s_per_token_from: dict[str, float] = {}  # by node_id, where it was measured
     counters: dict[str, float] = {}
     work: NodeReport | None = None  # of a node that orders prompts by deadlines
+    leaning: Leaning = NO_LEANING
     age_s: Seconds = 0.0  # since all this was so

@@ -1,4 +1,4 @@
-"""What operators have routers ask of nodes: to take nothing new, and to tell what they did for a request."""
+"""What routers ask of nodes: to take nothing new, to be for some work first, to tell what they did."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.engine.contracts.wire.parts import Count, Message, Seconds
+from tandem.engine.contracts.wire.work import Leaning
 
 MAX_ASKED, MAX_TOLD = 64, 4096  # sub-requests of one question, moments of one answer; guesses
 
@@ -17,6 +18,13 @@ class Drain(Message, frozen=True, kw_only=True):
     until that says so. A node that has been told to end goes on ending."""
 
     on: bool
+
+
+class Lean(Message, frozen=True, kw_only=True):
+    """Router -> node that does all work: be for this work first. Answered by the node's Status. What demand asks for is
+    left undone on a node that is pinned, or has leaned a moment ago."""
+
+    leaning: Leaning
 
 
 class TellStory(Message, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -10,6 +10,7 @@ from msgspec import Meta
 from tandem.engine.contracts.wire.parts import NO_TARGETS, Count, Seconds, Targets
 
 MOST_PROMPTS = 64  # that are told one by one, a dozen bytes each; a guess
+LeaningName = Literal["prefill", "decode", "unified"]
 DueIn = Annotated[float, Meta(ge=-1e9, le=1e9)]  # seconds; below 0: it is late
 
 
@@ -28,3 +29,16 @@ class NodeReport(msgspec.Struct, frozen=True, array_like=True):
     stream_s_per_token: Seconds = 0.0  # what a stream adds to that, for each token of its context
     free_tokens: Count = (1 << 31) - 1  # of KV that nobody holds
     targets: Targets = NO_TARGETS  # what it promises to requests that bring no promise
+    prompt_share: Seconds = 0.0  # of its time that prompts took lately
+
+
+class Leaning(msgspec.Struct, frozen=True, array_like=True):
+    """Which work a node that does all is for first: prompts ("prefill"), streams ("decode") or neither ("unified")."""
+
+    role: LeaningName = "unified"
+    is_pinned: bool = False  # by an operator: demand doesn't change it
+    why: Annotated[str, Meta(max_length=200)] = ""  # for people
+    for_s: Seconds = 0.0  # so long
+
+
+NO_LEANING = Leaning()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from tandem.engine.contracts.wire.work import MOST_PROMPTS, NodeReport
@@ -14,6 +15,7 @@ from tandem.engine.scheduling.work.trend import Trend
 # Prompt tokens of a step that is measured: below, its launch takes longer than they do.
 MEASURED_TOKENS = 1024  # docs/measurements.md#deadlines-on-a-trace
 MOST_COUNT = (1 << 31) - 1  # on the wire
+LATELY_S = 2.0  # over which it is averaged how much of its time prompts take; a guess
 STEPS_APART = 8  # of steps of decodes alone every so many is measured: adding up contexts takes a while; a guess
 
 
@@ -26,6 +28,7 @@ class WorkReporter:
         self._steps = Trend()  # of decodes alone, by all their context
         self._prompts = Trend()  # a prompt's token, by how many are before it
         self._num_steps = 0
+        self._worked_s, self._worked_at = 0.0, 0.0  # for prompts, what is long ago forgotten; up to when
 
     def observed(self, output: SchedulerOutput, num_prompt_tokens: int, seconds: float) -> None:
         """Learns from a step that took so long. `num_prompt_tokens`: of the step's rows that are prompt work."""
@@ -35,12 +38,18 @@ class WorkReporter:
         if not num_prompt_tokens:
             if self._num_steps % STEPS_APART == 0:
                 self._steps.measured(sum(row.start for row in output.rows), seconds)
-        elif num_prompt_tokens >= min(MEASURED_TOKENS, self._state.options.max_num_batched_tokens // 2):
-            context = sum(row.start for row in output.rows if row.num_tokens == 1)
+            return
+        context = sum(row.start for row in output.rows if row.num_tokens == 1)
+        seconds -= self._steps.at(context) if context else 0.0
+        if seconds <= 0:
+            return
+        self._worked_s, self._worked_at = self._worked_lately() + seconds, self._state.clock.now()
+        if num_prompt_tokens >= min(MEASURED_TOKENS, self._state.options.max_num_batched_tokens // 2):
             behind = sum(row.num_tokens * (row.start + row.num_tokens / 2) for row in output.rows if row.num_tokens > 1)
-            beside_s = self._steps.at(context) if context else 0.0
-            if seconds > beside_s:
-                self._prompts.measured(behind / num_prompt_tokens, (seconds - beside_s) / num_prompt_tokens)
+            self._prompts.measured(behind / num_prompt_tokens, seconds / num_prompt_tokens)
+
+    def _worked_lately(self) -> float:
+        return self._worked_s * math.exp((self._worked_at - self._state.clock.now()) / LATELY_S)
 
     def report(self) -> NodeReport | None:
         """How it stands with the node; None: it orders prompts by arrival, and nobody is promised anything."""
@@ -67,4 +76,5 @@ class WorkReporter:
             stream_s_per_token=stream_s,
             free_tokens=min(state.pool.num_free * state.block_size, MOST_COUNT),
             targets=state.targets,
+            prompt_share=min(1.0, self._worked_lately() / LATELY_S),
         )

@@ -257,6 +257,16 @@ def test_nodes_that_do_all_come_with_a_router_that_knows_it() -> None:
     )
 
 
+def test_without_fixed_roles_nodes_do_all_work_and_begin_with_a_leaning() -> None:
+    values = {"model": "m", "prefill": 1, "decode": 1, "fixed_roles": False, "device": "cpu"}
+    *nodes, router = plan_cluster(values, "redis://r")
+    assert [(node.name, node.command[-1]) for node in nodes] == [("prefill-0", "unified"), ("decode-0", "unified")]
+    assert all(f"--leaning={node.name[:-2]}" in node.arguments for node in nodes)
+    assert "--placement=elastic" in router.arguments
+    fixed = plan_cluster({**values, "fixed_roles": True}, "redis://r")
+    assert [node.command[-1] for node in fixed] == ["prefill", "decode", "router"]
+
+
 def test_processes_are_not_given_a_transport_within_one() -> None:
     with pytest.raises(ConfigError, match=r"local moves KV inside one process.*choose auto"):
         plan_cluster({"model": "m", "prefill": 1, "decode": 1, "device": "cpu", "transport": "local"}, "redis://r/0")

@@ -72,7 +72,7 @@ def test_all_of_it_is_for_admins(router: RouterInThread) -> None:
         ("drain", b'{"node": "<b>n9</b>"}', 404, "n0, n1"),
         ("role", b'{"node": "n0", "role": "king"}', 400, "role"),
         ("role", b'{"node": "n9", "role": "decode"}', 404, "n0, n1"),
-        ("role", b'{"node": "n0", "role": "decode"}', 409, "tandem decode"),
+        ("role", b'{"node": "n0", "role": "decode"}', 409, "--placement elastic"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(
@@ -104,7 +104,7 @@ def test_a_node_that_drains_gets_nothing_until_that_is_undone(
     assert main(["drain", "n1", "--undo", "--json", *flags]) == 0
     assert json.loads(capsys.readouterr().out)["state"] == "serving"
     assert main(["role", "n1", "prefill", *flags]) == 2
-    assert "`tandem prefill`" in capsys.readouterr().err
+    assert "--placement elastic" in capsys.readouterr().err
     assert main(["drain", *flags]) == main(["drain", "n9", *flags]) == 2
     assert "n0, n1" in capsys.readouterr().err
 
@@ -112,7 +112,7 @@ def test_a_node_that_drains_gets_nothing_until_that_is_undone(
 def test_a_node_that_does_not_drain_is_named(
     router: RouterInThread, nodes: list[StandInNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.router.http.admin.operate.DRAIN_S", 0.2)
+    monkeypatch.setattr("tandem.router.http.admin.operate.ANSWER_S", 0.2)
     nodes[0].deaf_to_drain = True
     answer = router.client.post("/admin/drain", json={"node": "n0"})
     assert (answer.status_code, "n0 does not say so" in answer.text) == (503, True)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 from tandem.engine.contracts.wire.connection import Status
-from tandem.engine.contracts.wire.parts import NodeInfo
-from tandem.router.placing.rebalancing import MOST_FROM_DRAINING, MOST_FROM_FULL, REBALANCE_EVERY_S, MigrationPolicy
+from tandem.engine.contracts.wire.parts import NodeInfo, Targets
+from tandem.engine.contracts.wire.work import Leaning, NodeReport
+from tandem.router.placing.rebalancing import (
+    MOST_FROM_DRAINING,
+    MOST_FROM_FULL,
+    REBALANCE_EVERY_S,
+    MigrationPolicy,
+    is_late,
+)
 from tandem.router.placing.view import NodeView
 
 BLOCKS, SIZE = 100, 16
@@ -92,3 +102,69 @@ def test_rebalancing_does_not_turn_the_difference_round() -> None:
     nodes = [source, node("b", 30)]
     assert policy.target(source, nodes, 14 * SIZE) is not None
     assert policy.target(source, nodes, 16 * SIZE) is None
+
+
+# --- streams that are late ------------------------------------------------------------------------------------
+
+TARGETS, OF_TOKEN = Targets(2.0, 0.02, 0.0), 1e-6
+LENGTH = 1_000  # of each stream: a millisecond of a step
+
+
+def of_streams(name: str, streams: int, leaning: str = "unified", now: float = 0.0, **work: Any) -> NodeView:
+    report = NodeReport(
+        1e-4, 1e-4, num_streams=streams, step_s=0.004 + streams * LENGTH * OF_TOKEN, stream_s_per_token=OF_TOKEN,
+        targets=TARGETS, **work,
+    )  # fmt: skip
+    info = NodeInfo(node_id=name, epoch=1, role="unified")
+    room = {"num_free_blocks": 900, "num_blocks": 1000, "block_size": SIZE}
+    return NodeView(info, Status(node_id=name, epoch=1, work=report, leaning=Leaning(leaning), **room), now)
+
+
+def test_a_late_stream_moves_where_it_is_in_time_one_a_second() -> None:
+    policy, late, free = MigrationPolicy(moves_late=True), of_streams("a", 16), of_streams("b", 3)
+    assert names(policy, [late, free]) == [("a", MOST_FROM_FULL)]
+    assert policy.target(late, [late, free], LENGTH, now=100.0) is free
+    policy.moved(late, 100.0)
+    assert names(policy, [late, free], 100.0 + REBALANCE_EVERY_S / 2) == []
+    assert names(policy, [late, free], 100.0 + REBALANCE_EVERY_S) == [("a", MOST_FROM_FULL)]
+    assert policy.target(late, [late, of_streams("b", 12)], LENGTH, now=100.0) is None, "it would soon be late there"
+    assert policy.target(late, [late, of_streams("b", 3, "prefill")], LENGTH, now=100.0) is None
+    assert names(MigrationPolicy(), [late, free]) == [], "unless routers place by lateness"
+
+
+def test_streams_make_room_for_prompts_that_are_late_on_a_node_for_prompts() -> None:
+    late = ((-1.0, 5_000),)
+    policy, source, other = (
+        MigrationPolicy(moves_late=True),
+        of_streams("a", 3, "prefill", prompts=late),
+        of_streams("b", 1),
+    )
+    assert names(policy, [source, other], 0.0) == [("a", MOST_FROM_FULL)]
+    assert policy.target(source, [source, other], LENGTH, now=0.0) is other
+    assert names(policy, [of_streams("a", 3, "decode", prompts=late), other], 0.0) == []
+
+
+def test_no_stream_goes_to_and_fro() -> None:
+    """Whatever nodes have: moves come to an end, and no stream moves twice."""
+    rng = random.Random(3)
+    for _ in range(300):
+        leanings = [rng.choice(("prefill", "decode", "unified")) for _ in range(rng.randint(2, 5))]
+        streams = [[f"{index}/{i}" for i in range(rng.randint(0, 20))] for index in range(len(leanings))]
+        late = [((-1.0, 5_000),) if rng.random() < 0.3 else () for _ in leanings]
+        policy, now, moved = MigrationPolicy(moves_late=True), 0.0, []
+        for _ in range(sum(map(len, streams)) + 1):
+            now += REBALANCE_EVERY_S
+            nodes = [
+                of_streams(str(i), len(streams[i]), leanings[i], now, prompts=late[i]) for i in range(len(leanings))
+            ]
+            for source, _ in policy.sources(nodes, now):
+                target = policy.target(source, nodes, LENGTH, now=now)
+                if target is not None:
+                    policy.moved(source, now)
+                    stream = streams[int(source.info.node_id)].pop(0)
+                    moved.append(stream)
+                    streams[int(target.info.node_id)].append(stream)
+                    target.outlook.num_placed += 1
+        assert len(moved) == len(set(moved))
+        for node in nodes:
+            assert not is_late(node, now) or policy.target(node, nodes, LENGTH, now=now) is None, "some still could"
