@@ -149,7 +149,6 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     # refused
     "tokenizer": _refused(f"{_OWN_TOKENIZER}; put another one there"),
     "tokenizer_revision": _refused(_OWN_TOKENIZER),
-    "quantization": _refused("weights are served in bf16, fp16 or fp32; --kv-cache-dtype fp8_e4m3 halves the KV"),
     "hf_token": _refused("set HF_TOKEN in the environment, where other users don't see it"),
     "hf_overrides": _refused("change config.json in the model's folder"),
     "rope_scaling": _refused("change config.json in the model's folder"),

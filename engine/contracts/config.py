@@ -52,6 +52,11 @@ class ModelOptions:
         "type of weights and KV; auto: the checkpoint's on a GPU, float32 on a CPU",
     ] = "auto"
     max_model_len: Annotated[Count, "longest prompt plus output, in tokens; 0: the model's own limit"] = 0
+    quantization: Annotated[
+        Literal["auto", "fp8", "awq", "gptq", "compressed-tensors"],
+        "how weights are quantised; auto: as the checkpoint says. fp8 makes them so while a checkpoint of 16 bits is "
+        "loaded (docs/quantised_weights.md)",
+    ] = "auto"
     revision: Annotated[str, "hub revision to load; empty: the default branch"] = ""
     model_impl: Annotated[
         Literal["auto", "tandem", "transformers"],

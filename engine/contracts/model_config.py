@@ -17,6 +17,7 @@ from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.contracts.generation_config import eos_token_ids, read_json_object, token_ids
 from tandem.engine.contracts.model_folder import resolve_model
 from tandem.engine.contracts.rope_config import LAYER_TYPES, RopeConfig, RopeFields, read_rope
+from tandem.engine.contracts.weights.quantisation import Quantisation, read_quantisation
 
 __all__ = ["ModelConfig", "RopeConfig", "load_model_config", "resolve_model"]
 
@@ -28,8 +29,6 @@ ARCHITECTURES = {
 }
 # Fields that change what transformers computes, stores or loads in any architecture -> what the user can do.
 REFUSED_IF_SET = {
-    "quantization_config": "quantised weights are not supported; use the bf16, fp16 or fp32 checkpoint",
-    "compression_config": "quantised weights are not supported; use the bf16, fp16 or fp32 checkpoint",
     "per_layer_config": "layers that differ from each other are not supported",
     "text_config": "models within models are not supported; serve the language model's own checkpoint",
     "text_encoder": "models within models are not supported; serve the language model's own checkpoint",
@@ -140,6 +139,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     blocksparse: BlockSparseLayers | None = None
+    quantisation: Quantisation | None = None
 
     @property
     def encoder(self) -> None:
@@ -220,6 +220,7 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
         eos_token_ids=token_ids(fields.eos_token_id),
         bos_token_id=fields.bos_token_id,
         blocksparse=fields.blocksparse_params,
+        quantisation=read_quantisation(raw),
     )
 
 

@@ -7,11 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_config import ModelConfig, is_native, load_model_config
+from tandem.engine.contracts.weights.quantisation import made_fp8
 from tandem.engine.models.loader import load_model
 from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.parallel.sharding import Shard
@@ -34,10 +36,23 @@ def takes_transformers(folder: Path, options: ModelOptions) -> bool:
 def load_config(folder: Path, options: ModelOptions) -> ModelConfig | HFConfig:
     """The configuration of the model in `folder`. Raises CheckpointError for a model that neither can serve."""
     if not takes_transformers(folder, options):
-        return load_model_config(folder)
+        return _with_quantisation(load_model_config(folder), options.quantization)
+    if options.quantization != "auto":
+        raise ConfigError(f"--quantization {options.quantization}: not for models that run by transformers' modules")
     from tandem.engine.models.hf.config import load_hf_config  # importing this takes seconds
 
     return load_hf_config(folder)
+
+
+def _with_quantisation(config: ModelConfig, asked: str) -> ModelConfig:
+    """Raises ConfigError where the checkpoint is not what the option says."""
+    found = config.quantisation
+    if asked == "auto" or (found is not None and asked == found.method):
+        return config
+    if asked == "fp8" and found is None:
+        return msgspec.structs.replace(config, quantisation=made_fp8())
+    what = "not quantised" if found is None else f"of {found.method}"
+    raise ConfigError(f"--quantization {asked}: the checkpoint is {what}; leave the option out")
 
 
 def load_chosen(

@@ -15,9 +15,11 @@ from torch import nn
 
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_config import ModelConfig
+from tandem.engine.contracts.weights.quantisation import Quantisation
 from tandem.engine.models.adapter_sites import Site, decoder_sites
 from tandem.engine.models.compiled import compiled
 from tandem.engine.models.rope import RotaryEmbedding
+from tandem.engine.models.stored_layers import empty_weight
 from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.api.attention import Attention
@@ -29,6 +31,7 @@ from tandem.kernels.products.adapters import expand, expand_silu_mul, shrink
 from tandem.kernels.products.fused_ops import HeadNorms, add_rms_norm, rms_norm, silu_mul
 from tandem.kernels.products.matmul import group_gate_up, linear, linear_silu_mul
 from tandem.kernels.products.matmul_plans import GATE_UP_GROUP
+from tandem.kernels.products.quantised_weight import QuantisedWeight
 from tandem.kernels.products.rotary_attention import (
     WantedTokens,
     rotary_attention,
@@ -39,9 +42,26 @@ from tandem.kernels.products.rotary_attention import (
 
 class Linear(nn.Linear):
     """A linear layer that uses the fastest product for the number of rows. With `adapters`, rows that take one get its
-    product added."""
+    product added. A quantised one has `quantised` in place of a weight."""
 
     adapters: AdapterStack | None = None
+    quantised: QuantisedWeight | None = None
+
+    def hold(self, weight: QuantisedWeight) -> None:
+        """Takes a quantised weight in place of the parameter."""
+        if self.quantised is None:
+            del self.weight
+        self.quantised = weight
+
+    @property
+    def matrix(self) -> torch.Tensor | QuantisedWeight:
+        """What products multiply by, [out_features, in_features]."""
+        return self.weight if self.quantised is None else self.quantised
+
+    def some_outputs(self, x_TK: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Outputs `start` to `stop`, without adapters."""
+        weight = self.weight[start:stop] if self.quantised is None else self.quantised.rows(start, stop)
+        return linear(x_TK, weight, None if self.bias is None else self.bias[start:stop])
 
     def take_adapters(self, stack: AdapterStack) -> None:
         self.adapters = stack
@@ -49,9 +69,9 @@ class Linear(nn.Linear):
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
         """x @ weight^T + bias, plus the adapters of the step's rows."""
         if self.adapters is None or (rows := get_forward_context().adapters) is None:
-            return linear(x_TK, self.weight, self.bias)
+            return linear(x_TK, self.matrix, self.bias)
         low = shrink(x_TK, self.adapters, rows)
-        out = linear(x_TK, self.weight, self.bias)
+        out = linear(x_TK, self.matrix, self.bias)
         expand(out, low, self.adapters, rows)
         return out
 
@@ -120,10 +140,9 @@ class SelfAttention(nn.Module):
         self, x_TE: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor, wanted: WantedTokens
     ) -> torch.Tensor:
         """Attention's output [N, E] for the wanted tokens only; the KV of every token is stored."""
-        weight, bias, size = self.qkv_proj.weight, self.qkv_proj.bias, self.query_size
-        q_bias, kv_bias = (None, None) if bias is None else (bias[:size], bias[size:])
-        query_NC = linear(x_TE[wanted.index], weight[:size], q_bias)
-        kv_TC = linear(x_TE, weight[size:], kv_bias)
+        qkv, size = self.qkv_proj, self.query_size
+        query_NC = qkv.some_outputs(x_TE[wanted.index], 0, size)
+        kv_TC = qkv.some_outputs(x_TE, size, qkv.out_features)
         out = rotary_attention_of_wanted(
             query_NC, kv_TC, positions_T, wanted, cos_sin, self.layer_name, self._head_norms()
         )
@@ -147,18 +166,23 @@ class MLP(nn.Module):
         self.is_grouped = False
 
     def group(self) -> None:
-        weight = self.gate_up_proj.weight
-        if not self.is_grouped and self.gate_up_proj.bias is None and weight.shape[0] % (2 * GATE_UP_GROUP) == 0:
-            weight.data = group_gate_up(weight.data)
-            self.is_grouped = True
+        both = self.gate_up_proj
+        if self.is_grouped or both.bias is not None or both.out_features % (2 * GATE_UP_GROUP):
+            return
+        if both.quantised is None:
+            both.weight.data = group_gate_up(both.weight.data)
+        else:
+            order = torch.arange(both.out_features, device=both.quantised.scales.device)
+            both.hold(both.quantised.reordered(group_gate_up(order)))
+        self.is_grouped = True
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
         both, group = self.gate_up_proj, GATE_UP_GROUP if self.is_grouped else 0
         if both.adapters is not None and (rows := get_forward_context().adapters) is not None:
             low = shrink(x_TE, both.adapters, rows)
-            activated = expand_silu_mul(linear(x_TE, both.weight, both.bias), low, both.adapters, rows, group)
+            activated = expand_silu_mul(linear(x_TE, both.matrix, both.bias), low, both.adapters, rows, group)
         elif self.is_grouped:
-            activated = linear_silu_mul(x_TE, both.weight)
+            activated = linear_silu_mul(x_TE, both.matrix)
         else:
             activated = silu_mul(both(x_TE))
         out: torch.Tensor = self.down_proj(activated)
@@ -207,7 +231,9 @@ class DecoderLayer(nn.Module):
         if not self.mlp.is_grouped:
             return ()
         blocks = self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj
-        return tuple((block.weight.shape[0], block.weight.shape[1]) for block in blocks)
+        if any(block.quantised is not None for block in blocks):
+            return ()
+        return tuple((block.out_features, block.in_features) for block in blocks)
 
 
 class DecoderModel(nn.Module):
@@ -224,7 +250,9 @@ class DecoderModel(nn.Module):
         device: torch.device | str,
         attention_backend: str = "auto",
         group: TensorParallel | None = None,
+        scale_dtype: torch.dtype = torch.float16,
     ) -> None:
+        """`scale_dtype`: of the scales of weights of 4 bits."""
         super().__init__()
         self.config = config
         self.group = group
@@ -245,6 +273,8 @@ class DecoderModel(nn.Module):
                 self.lm_head = Linear(config.hidden_size, last - first, bias=False)
         finally:
             torch.set_default_dtype(default)
+        if config.quantisation is not None:
+            self._quantise(config.quantisation, scale_dtype, device)
         self._allocate(device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -261,6 +291,17 @@ class DecoderModel(nn.Module):
             for name, value in list(module.named_parameters(recurse=False)):
                 empty = torch.empty(value.shape, dtype=value.dtype, device=device)
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
+
+    def _quantise(self, how: Quantisation, scale_dtype: torch.dtype, device: torch.device | str) -> None:
+        """Gives the layers' products quantised weights, uninitialised. Raises ConfigError for sizes that have none."""
+        for name, module in self.layers.named_modules():
+            if not isinstance(module, Linear) or how.leaves_out_merged(f"model.layers.{name}"):
+                continue
+            try:
+                module.hold(empty_weight(how, module.out_features, module.in_features, scale_dtype, device))
+            except ValueError as error:
+                ranks = "" if self.group is None else "; take a smaller --tensor-parallel-size"
+                raise ConfigError(f"layers.{name} can't be quantised so: {error}{ranks}") from None
 
     def finish_loading(self) -> None:
         """Lays weights out as the products want them. To be called once, when the parameters are filled."""
@@ -321,6 +362,10 @@ class DecoderModel(nn.Module):
         """Has torch.compile make all but attention, when a pass first runs. Raises ConfigError for what can't be."""
         if self.group is not None or any(isinstance(each, Linear) and each.adapters for each in self.modules()):
             raise ConfigError("--compile goes neither with --tensor-parallel-size nor --enable-lora: leave one out")
+        if self.config.quantisation is not None:
+            raise ConfigError(
+                "--compile doesn't go with quantised weights, whose kernels it would not use: leave it out"
+            )
         self.rotary.table()  # made now, not by what is traced
         self._compiled = compiled(self._every_token)
 

@@ -11,9 +11,11 @@ from safetensors import SafetensorError, safe_open
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.contracts.model_config import ModelConfig
+from tandem.engine.models import quantised_layers
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.dummy_weights import fill_with_noise
 from tandem.engine.models.load_meter import LoadMeter
+from tandem.engine.models.quantised_layers import part_rows
 from tandem.engine.models.weights import StoredTensor, check_weights
 from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.parallel.sharding import Cut, Shard
@@ -39,22 +41,25 @@ def load_model(
     if options.load_format == "dummy":
         model = DecoderModel(config, dtype, device, attention_backend, group)
         _fill_with_noise(model, whole)
+        quantised_layers.fill_with_noise(model, whole, dtype, device)
         model.finish_loading()
         return model.eval()
     needed = {name: tuple(part.shape) for name, part in _targets(whole, config).items()}
-    stored = check_weights(folder, needed, config.tie_word_embeddings)
+    stored = check_weights(folder, needed, config.tie_word_embeddings, quantised_layers.needed_of(whole))
     if config.tie_word_embeddings and "lm_head.weight" in stored:
         _check_tied(stored)
-    model = DecoderModel(config, dtype, device, attention_backend, group)
+    model = DecoderModel(config, dtype, device, attention_backend, group, quantised_layers.scale_dtype(stored))
     targets, shard = _own_targets(model), Shard(0, 1) if group is None else group.shard
     cuts = {name: shard.cut(name, config) for name in targets}
-    with LoadMeter(len(targets), on_loaded) as progress:
+    layers = quantised_layers.layers_of(model)
+    with LoadMeter(len(targets) + len(layers), on_loaded) as progress:
         for name, tensor in _tensors({name: stored[name] for name in targets}, cuts):
             if shard.holds(name):
                 targets[name].copy_(tensor)
             else:
                 targets[name].zero_()
             progress.update()
+        quantised_layers.fill(model, stored, device, progress.update)
     model.finish_loading()
     return model.eval()
 
@@ -121,12 +126,5 @@ def _own_targets(model: DecoderModel) -> dict[str, torch.Tensor]:
 
 def _parts(name: str, parameter: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:
     """Checkpoint name -> the part of `parameter` that it fills: all of it, or one of what is merged into it."""
-    full = name if name.startswith("lm_head") else f"model.{name}"
-    if "qkv_proj" in full:
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        pieces = zip(("q", "k", "v"), parameter.split((q, kv, kv)), strict=True)
-        return {full.replace("qkv_proj", f"{part}_proj"): piece for part, piece in pieces}
-    if "gate_up_proj" in full:
-        halves = zip(("gate", "up"), parameter.chunk(2), strict=True)
-        return {full.replace("gate_up_proj", f"{part}_proj"): piece for part, piece in halves}
-    return {full: parameter}
+    runs = part_rows(name, len(parameter), config)
+    return {part: parameter[start:stop] for part, (start, stop) in runs.items()}

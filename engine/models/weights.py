@@ -11,15 +11,26 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem.engine.contracts.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 << 20  # about the safetensors library's own limit
-DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I32": 4, "I64": 8}
+PLAIN_DTYPES = ("F32", "BF16", "F16")
+# Of quantised layers: activations have scales of their own, if any (docs/quantised_weights.md).
+PASSED_OVER = ("input_scale", "activation_scale", "output_scale", "weight_shape", "input_zero_point")
 DUMMY_DIGEST = "dummy/1"  # identity of the weights of `--load-format dummy`; to be changed with their formula
+
+
+class Needed(NamedTuple):
+    """A tensor that a quantised layer is stored as: its shapes, any of which may be there, and its dtypes."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    is_optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,32 +100,46 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return tensors
 
 
-def check_weights(folder: Path, needed: Mapping[str, tuple[int, ...]], tied: bool) -> dict[str, StoredTensor]:
-    """The folder's tensors, once they are exactly those of `needed` (name -> shape).
+def check_weights(
+    folder: Path, needed: Mapping[str, tuple[int, ...]], tied: bool, quantised: Mapping[str, Needed] | None = None
+) -> dict[str, StoredTensor]:
+    """The folder's tensors, once they are exactly those of `needed` (name -> shape) and `quantised`.
 
-    Left out: rotary frequency buffers of old checkpoints. Kept although not needed: a `tied` model's lm_head.weight,
-    which the loader compares with the embedding. Raises CheckpointError that names the first wrong tensor.
+    Left out: rotary frequency buffers of old checkpoints, and of quantised layers what isn't read.
+    Kept although not needed: a `tied` model's lm_head.weight, which the loader compares with the embedding.
+    Raises CheckpointError that names the first wrong tensor.
     """
-    stored = {name: one for name, one in stored_tensors(folder).items() if not name.endswith("rotary_emb.inv_freq")}
-    wanted = {**needed, "lm_head.weight": needed["model.embed_tokens.weight"]} if tied else dict(needed)
+    quantised = quantised or {}
+    layers = {name.rpartition(".")[0] for name in quantised}
+    stored = {name: one for name, one in stored_tensors(folder).items() if not _is_passed_over(name, layers)}
+    plain = {**needed, "lm_head.weight": needed["model.embed_tokens.weight"]} if tied else dict(needed)
+    wanted = {name: Needed((shape,), PLAIN_DTYPES) for name, shape in plain.items()} | dict(quantised)
     for name, tensor in stored.items():
         if name not in wanted:
             raise CheckpointError(f"{tensor.path} holds {name}, which a model of this config.json does not have")
-        if tensor.shape != wanted[name]:
+        if tensor.shape not in wanted[name].shapes:
+            asked = " or ".join(str(list(shape)) for shape in wanted[name].shapes)
             raise CheckpointError(
-                f"{tensor.path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(wanted[name])}; "
+                f"{tensor.path}: {name} has shape {list(tensor.shape)}, config.json asks for {asked}; "
                 "config and weights don't belong together"
             )
-        if tensor.dtype not in DTYPE_BYTES:
+        if tensor.dtype not in wanted[name].dtypes:
             raise CheckpointError(
-                f"{tensor.path}: {name} is {tensor.dtype}; only {', '.join(DTYPE_BYTES)} are supported"
+                f"{tensor.path}: {name} is {tensor.dtype}; only {', '.join(wanted[name].dtypes)} are supported"
             )
-    missing = [name for name in needed if name not in stored]
+    required = [*needed, *(name for name, one in quantised.items() if not one.is_optional)]
+    missing = [name for name in required if name not in stored]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         hint = "set tie_word_embeddings in config.json if it is tied, or " if missing == ["lm_head.weight"] else ""
         raise CheckpointError(f"{folder}: no shard holds {missing[0]}{more}; {hint}fetch the model again")
     return stored
+
+
+def _is_passed_over(name: str, quantised_layers: set[str]) -> bool:
+    """Whether a tensor isn't read: frequencies, scales of activations."""
+    layer, _, own = name.rpartition(".")
+    return name.endswith("rotary_emb.inv_freq") or (layer in quantised_layers and own in PASSED_OVER)
 
 
 def _raw_header(path: Path) -> tuple[Mapping[str, Any], int]:

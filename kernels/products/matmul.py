@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from tandem.kernels.products import few_rows, product_trials
+from tandem.kernels.products import few_rows, product_trials, quantised
 from tandem.kernels.products.fused_ops import is_fused, silu_mul
 from tandem.kernels.products.matmul_plans import (
     GATE_UP_GROUP,
@@ -29,6 +29,7 @@ from tandem.kernels.products.matmul_plans import (
     choose_plan,
     parse_table,
 )
+from tandem.kernels.products.quantised_weight import QuantisedWeight
 from tandem.kernels.triton_kernels.gluon_support import why_no_gluon
 
 __all__ = [
@@ -53,11 +54,14 @@ class MatmulWorkspace:
 
 def linear(
     x_MK: torch.Tensor,
-    weight_NK: torch.Tensor,
+    weight_NK: torch.Tensor | QuantisedWeight,
     bias_N: torch.Tensor | None = None,
     out_MN: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight^T + bias, summed in fp32, as torch.nn.functional.linear. Allocates `out_MN` alone, when not given."""
+    """x @ weight^T + bias, summed in fp32, as torch.nn.functional.linear. Allocates `out_MN` alone, when not given, and
+    for quantised weights whatever quantised.py needs."""
+    if isinstance(weight_NK, QuantisedWeight):
+        return _into(out_MN, quantised.linear(x_MK, weight_NK, bias_N))
     plan = _plan(x_MK, weight_NK, silu=False)
     if plan is None or not _is_aligned(x_MK, weight_NK, out_MN):
         if out_MN is not None and bias_N is None:
@@ -66,8 +70,12 @@ def linear(
     return _by_plan(plan, x_MK, weight_NK, bias_N, out_MN, silu=False)
 
 
-def linear_silu_mul(x_MK: torch.Tensor, grouped_GK: torch.Tensor, out_MI: torch.Tensor | None = None) -> torch.Tensor:
+def linear_silu_mul(
+    x_MK: torch.Tensor, grouped_GK: torch.Tensor | QuantisedWeight, out_MI: torch.Tensor | None = None
+) -> torch.Tensor:
     """silu(x @ gate^T) * (x @ up^T) -> [M, G / 2], for weights laid out by `group_gate_up`."""
+    if isinstance(grouped_GK, QuantisedWeight):
+        return _into(out_MI, quantised.linear(x_MK, grouped_GK, silu=True))
     plan = _plan(x_MK, grouped_GK, silu=True)
     if plan is None or not _is_aligned(x_MK, grouped_GK, out_MI) or grouped_GK.shape[0] % 16:
         return _into(out_MI, silu_mul(functional.linear(x_MK, grouped_GK), GATE_UP_GROUP))
@@ -88,6 +96,7 @@ def group_gate_up(gate_up_GK: torch.Tensor) -> torch.Tensor:
 def prepare(device: torch.device | str) -> None:
     """Makes the device's workspace and reads its table: once, before graphs are captured."""
     device = torch.device(device)
+    quantised.prepare(device)
     if device.type == "cuda" and table_of(device):
         _workspace(device)
 

@@ -17,7 +17,6 @@ import msgspec
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from tandem.engine.contracts import model_config
 from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.contracts.generation_config import eos_token_ids, read_json_object, token_ids
 from tandem.engine.contracts.wire.parts import EncoderFacts
@@ -27,7 +26,10 @@ from tandem.engine.models.hf.layers import LayerNeeds, look_at
 
 DTYPES = ("float32", "bfloat16", "float16")
 REFUSED_IF_SET = {
-    **{name: model_config.REFUSED_IF_SET[name] for name in ("quantization_config", "compression_config")},
+    **dict.fromkeys(
+        ("quantization_config", "compression_config"),
+        "quantised weights are not supported for models that run by transformers' modules; use the bf16 checkpoint",
+    ),
     "auto_map": "code that comes with a model is not run; use a checkpoint whose code is in transformers",
 }
 

@@ -69,7 +69,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "bos_token_id": (500, [1, 2]),
     "eos_token_id": ([1, 2], 500, ["1"]),
     "pad_token_id": (0, 95),
-    "quantization_config": ({"quant_method": "awq"},),
+    "quantization_config": ({"quant_method": "mxfp4"},),
     "is_causal": (False,),
     "attention_dropout": (0.5,),
     "pretraining_tp": (2,),

@@ -1,0 +1,1 @@
+"""How checkpoints say what their weights are."""

@@ -1,0 +1,168 @@
+"""What config.json's quantization_config says of a checkpoint's linear layers, checked. No torch.
+
+Formats, as their writers document them: `fp8` of transformers (per tensor or in blocks, as DeepSeek and Qwen publish),
+`fbgemm_fp8`, compressed-tensors (float-quantized, pack-quantized), AWQ (gemm) and GPTQ. What isn't computed exactly is
+refused by name. Scales of activations are passed over: whether activations are rounded is the product's choice.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from tandem.engine.contracts.errors import ConfigError
+
+Stored = Literal["made", "fp8", "packed", "awq", "gptq"]
+MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+MADE: Literal["made"] = "made"  # of a plain checkpoint, when it is loaded
+ELSE = (
+    "use a checkpoint in bf16 (with --quantization fp8 it takes half the memory), fp8, AWQ, GPTQ or compressed-tensors"
+)
+
+
+class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
+    """How the linear layers of a decoder are quantised. `group`: inputs that share a scale, 0: all; `block`: outputs
+    that share one in what is stored, 1: each has its own. `zero_offset`: what GPTQ's stored zero points lack."""
+
+    stored: Stored
+    bits: int = 8
+    group: int = 0
+    block: int = 1
+    has_zeros: bool = False
+    zero_offset: int = 0
+    left_out: tuple[str, ...] = ()  # names of modules that are not quantised, or `re:` and an expression
+    method: str = "fp8"  # as config.json calls it
+
+    def leaves_out(self, module: str) -> bool:
+        """Whether the linear layer of this name in the checkpoint is stored as it is. A name stands for all below it,
+        and for every module whose own name it is, as transformers has it."""
+        for name in self.left_out:
+            if name.startswith("re:"):
+                if re.match(name[3:], module):
+                    return True
+            elif name == module or module.startswith(f"{name}.") or f".{module}.".endswith(f".{name}."):
+                return True
+        return False
+
+    def leaves_out_merged(self, module: str) -> bool:
+        """The same of a product of ours: its parts in the checkpoint. Raises ConfigError when they differ."""
+        folder, _, own = module.rpartition(".")
+        answers = {self.leaves_out(f"{folder}.{part}") for part in MERGED.get(own, (own,))}
+        if len(answers) > 1:
+            raise ConfigError(f"{module}: some of its parts are quantised, some not; that is not supported; {ELSE}")
+        return answers.pop()
+
+
+def made_fp8() -> Quantisation:
+    """What `--quantization fp8` makes of a plain checkpoint."""
+    return Quantisation(stored=MADE)
+
+
+def read_quantisation(raw: dict[str, Any]) -> Quantisation | None:
+    """What a model's config.json says; None: weights are as they are. Raises ValueError that names what isn't."""
+    given = raw.get("quantization_config") or raw.get("compression_config")
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise ValueError(f"quantization_config is no object: {given!r}")
+    method = given.get("quant_method", "compressed-tensors" if "config_groups" in given else None)
+    readers = {
+        "fp8": _fp8,
+        "fbgemm_fp8": _fbgemm,
+        "compressed-tensors": _compressed_tensors,
+        "awq": _awq,
+        "gptq": _gptq,
+    }
+    if method not in readers:
+        raise ValueError(f"quantised weights of quant_method {method!r} are not supported; {ELSE}")
+    found = readers[method](given)
+    return msgspec.structs.replace(found, method=method)
+
+
+def _fp8(given: dict[str, Any]) -> Quantisation:
+    if given.get("modules_to_convert") or given.get("expert_dtype", "fp8") != "fp8":
+        raise _refused("fp8", "modules_to_convert" if given.get("modules_to_convert") else "expert_dtype", given)
+    left_out = _names(given.get("modules_to_not_convert") or given.get("ignored_layers"))
+    size = given.get("weight_block_size")
+    if size is None:
+        return Quantisation(stored="fp8", block=0, left_out=left_out)
+    if not (isinstance(size, list) and len(size) == 2 and all(isinstance(one, int) and one > 0 for one in size)):
+        raise _refused("fp8", "weight_block_size", given)
+    return Quantisation(stored="fp8", block=size[0], group=size[1], left_out=left_out)
+
+
+def _fbgemm(given: dict[str, Any]) -> Quantisation:
+    return Quantisation(stored="fp8", left_out=_names(given.get("modules_to_not_convert")))
+
+
+def _awq(given: dict[str, Any]) -> Quantisation:
+    if given.get("bits", given.get("w_bit")) != 4:
+        raise _refused("awq", "bits", given)
+    if str(given.get("version", "gemm")).lower() != "gemm":
+        raise _refused("awq", "version", given)
+    group = given.get("group_size", given.get("q_group_size", 128))
+    left_out = _names(given.get("modules_to_not_convert"))
+    return Quantisation(stored="awq", bits=4, group=_group("awq", group), has_zeros=True, left_out=left_out)
+
+
+def _gptq(given: dict[str, Any]) -> Quantisation:
+    if given.get("bits") != 4:
+        raise _refused("gptq", "bits", given)
+    for field in ("desc_act", "dynamic", "lm_head", "modules_in_block_to_quantize"):
+        if given.get(field):
+            raise _refused("gptq", field, given)
+    offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
+    group = _group("gptq", given.get("group_size", 128))
+    return Quantisation(stored="gptq", bits=4, group=group, has_zeros=True, zero_offset=offset)
+
+
+def _compressed_tensors(given: dict[str, Any]) -> Quantisation:
+    groups = given.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        raise _refused("compressed-tensors", "config_groups", given)
+    scheme = next(iter(groups.values()))
+    weights = scheme.get("weights") or {}
+    if scheme.get("targets") != ["Linear"] or scheme.get("output_activations"):
+        raise _refused("compressed-tensors", "targets", scheme)
+    left_out = _names(given.get("ignore"))
+    kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
+    if (kind, bits) == ("float", 8):
+        if strategy == "block":
+            rows, columns = weights["block_structure"]
+            return Quantisation(stored="fp8", block=rows, group=columns, left_out=left_out)
+        if strategy in ("tensor", "channel"):
+            return Quantisation(stored="fp8", block=0 if strategy == "tensor" else 1, left_out=left_out)
+    elif (kind, bits, given.get("format", scheme.get("format"))) == ("int", 4, "pack-quantized"):
+        if weights.get("actorder") not in (None, False, "weight", "static"):
+            raise _refused("compressed-tensors", "actorder", weights)
+        if strategy in ("group", "channel"):
+            group = _group("compressed-tensors", weights.get("group_size") if strategy == "group" else -1)
+            zeros = not weights.get("symmetric", True)
+            return Quantisation(stored="packed", bits=4, group=group, has_zeros=zeros, left_out=left_out)
+    raise ValueError(
+        f"quantised weights of compressed-tensors with {bits} bits, type {kind}, strategy {strategy} and format "
+        f"{given.get('format')} are not supported; {ELSE}"
+    )
+
+
+def _group(method: str, size: Any) -> int:
+    """0 for all inputs, which formats write as -1. The kernels share lanes out over 32 inputs."""
+    if size == -1:
+        return 0
+    if not isinstance(size, int) or size < 1 or size % 32:
+        raise ValueError(f"{method} with group_size {size!r} is not supported: a multiple of 32, or -1; {ELSE}")
+    return size
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise ValueError(f"quantization_config must list names of modules, not {given!r}")
+    return tuple(given)
+
+
+def _refused(method: str, field: str, given: dict[str, Any]) -> ValueError:
+    return ValueError(f"quantised weights of {method} with {field} {given.get(field)!r} are not supported; {ELSE}")

@@ -1,0 +1,125 @@
+"""The quantised layers of a decoder, filled from a checkpoint or with made-up weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tandem.engine.contracts.errors import CheckpointError, ConfigError
+from tandem.engine.contracts.model_config import ModelConfig
+from tandem.engine.models import dummy_weights
+from tandem.engine.models.decoder import DecoderModel, Linear
+from tandem.engine.models.stored_layers import made_of, needed_tensors, weight_of
+from tandem.engine.models.weights import Needed, StoredTensor
+from tandem.engine.parallel.sharding import Shard
+from tandem.kernels.products.quantised_weight import QuantisedWeight
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def part_rows(name: str, num_rows: int, config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Name in the checkpoint -> the rows of the parameter or module `name` that it fills: all, or a run of what is
+    merged into it."""
+    full = name if name.startswith("lm_head") else f"model.{name}"
+    if "qkv_proj" in full:
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        runs = zip(("q", "k", "v"), ((0, q), (q, q + kv), (q + kv, q + 2 * kv)), strict=True)
+        return {full.replace("qkv_proj", f"{part}_proj"): run for part, run in runs}
+    if "gate_up_proj" in full:
+        half = num_rows // 2
+        runs = zip(("gate", "up"), ((0, half), (half, num_rows)), strict=True)
+        return {full.replace("gate_up_proj", f"{part}_proj"): run for part, run in runs}
+    return {full: (0, num_rows)}
+
+
+def layers_of(model: DecoderModel) -> dict[str, QuantisedWeight]:
+    """Name of a quantised layer in the checkpoint -> what of this rank's weights it fills, a view."""
+    config = model.config if model.group is None else model.group.shard.config(model.config)
+    found = {}
+    for name, weight in _quantised(model):
+        for part, (start, stop) in part_rows(name, weight.shape[0], config).items():
+            found[part] = weight.rows(start, stop)
+    return found
+
+
+def needed_of(whole: DecoderModel) -> dict[str, Needed]:
+    """Name -> what a checkpoint must hold for the quantised layers of a model that is not shared out."""
+    how = whole.config.quantisation
+    if how is None:
+        return {}
+    return {
+        f"{layer}.{own}": needed
+        for layer, weight in layers_of(whole).items()
+        for own, needed in needed_tensors(how, *weight.shape).items()
+    }
+
+
+def scale_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
+    """The type in which scales of 4 bits are kept: the checkpoint's, so that none is rounded."""
+    found = {one.dtype for name, one in stored.items() if name.endswith((".scales", ".weight_scale"))}
+    return DTYPES.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
+
+
+def fill(
+    model: DecoderModel, stored: Mapping[str, StoredTensor], device: torch.device, on_filled: Callable[[], None]
+) -> None:
+    """Fills this rank's quantised layers. Each is read whole and made on the device, then cut, so that all ranks have
+    the numbers that a single one has. Raises CheckpointError."""
+    how = model.config.quantisation
+    if how is None:
+        return
+    config, shard = model.config, Shard(0, 1) if model.group is None else model.group.shard
+    with ExitStack() as stack:
+        files = {
+            path: stack.enter_context(_opened(str(path))) for path in sorted({one.path for one in stored.values()})
+        }
+        for layer, own in layers_of(model).items():
+            names = [f"{layer}.{each}" for each in needed_tensors(how, 1, 1) if f"{layer}.{each}" in stored]
+            try:
+                tensors = {
+                    name.rpartition(".")[2]: files[stored[name].path].get_tensor(name).to(device) for name in names
+                }
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"can't read {layer}: {error}; the file is torn, fetch it again") from error
+            own.copy_(_cut(weight_of(how, layer, tensors, own.scales.dtype), layer, config, shard))
+            on_filled()
+
+
+def fill_with_noise(model: DecoderModel, whole: DecoderModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Fills this rank's quantised layers with those made of what a model of 16 bits would be filled with."""
+    how, config = model.config.quantisation, model.config
+    if how is None:
+        return
+    shard, layers = Shard(0, 1) if model.group is None else model.group.shard, layers_of(model)
+    for name, weight in _quantised(whole):
+        noise = torch.empty(weight.shape, dtype=dtype, device=device)
+        dummy_weights.fill_with_noise(f"{name}.weight", noise)
+        for layer, (start, stop) in part_rows(name, len(noise), config).items():
+            own = layers[layer]
+            own.copy_(_cut(made_of(how, noise[start:stop], own.scales.dtype), layer, config, shard))
+
+
+def _quantised(model: DecoderModel) -> Iterator[tuple[str, QuantisedWeight]]:
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and module.quantised is not None:
+            yield name, module.quantised
+
+
+def _cut(weight: QuantisedWeight, layer: str, config: ModelConfig, shard: Shard) -> QuantisedWeight:
+    cut = shard.cut(f"{layer}.weight", config)
+    if cut is None:
+        return weight
+    try:
+        return weight.rows(cut.start, cut.stop) if cut.dim == 0 else weight.columns(cut.start, cut.stop)
+    except ValueError as error:
+        raise ConfigError(f"--tensor-parallel-size {shard.size}: {layer}: {error}; take a smaller one") from None
+
+
+def _opened(path: str) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"can't read {path}: {error}; the file is torn, fetch it again") from error

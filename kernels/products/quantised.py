@@ -1,0 +1,153 @@
+"""Products over quantised weights: y = x @ weight^T.
+
+Up to some hundred rows the kernel of triton_kernels/products/matmul_quantised.py reads each weight once and leaves
+activations as they are. Prompts over fp8 weights with a scale an output are multiplied in fp8 on both sides, a scale a
+row of x; other prompts, and devices without Triton, have the weight made whole first and multiply by torch.
+
+M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.nn import functional
+
+from tandem.kernels.products import product_trials
+from tandem.kernels.products.fused_ops import is_fused, silu_mul
+from tandem.kernels.products.matmul_plans import GATE_UP_GROUP
+from tandem.kernels.products.quantised_plans import MOST_TILES, QuantisedPlan, choose_plan
+from tandem.kernels.products.quantised_weight import FP8, FP8_MAX, QuantisedWeight, quantise_fp8, quantise_int4
+
+LEAST_SCALED_ROWS = 17  # below, torch's fp8 products need padding; and few rows are the kernel's
+
+
+def linear(
+    x_MK: torch.Tensor, weight: QuantisedWeight, bias_N: torch.Tensor | None = None, *, silu: bool = False
+) -> torch.Tensor:
+    """x @ weight^T + bias [M, N] in the type of x, summed in fp32. `silu`: [M, N / 2], silu of gate's outputs times
+    up's, for a weight whose rows come by turns (matmul.group_gate_up)."""
+    plan = _plan(x_MK, weight, silu)
+    if plan is not None:
+        return _by_plan(plan, x_MK, weight, bias_N, silu)
+    if _takes_scaled(x_MK, weight):
+        out = scaled_linear(x_MK, weight, bias_N)
+    else:
+        out = functional.linear(x_MK, weight.dequantised(x_MK.dtype), bias_N)
+    return silu_mul(out, GATE_UP_GROUP) if silu else out
+
+
+def run_plan(plan: QuantisedPlan, x_MK: torch.Tensor, weight: QuantisedWeight, *, silu: bool = False) -> torch.Tensor:
+    """The product by a given plan: for tuning and tests."""
+    return _by_plan(plan, x_MK, weight, None, silu)
+
+
+def scaled_linear(x_MK: torch.Tensor, weight: QuantisedWeight, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight^T + bias with x in e4m3, too, each row by a scale of its own, by the tensor cores' fp8 products."""
+    values, scales = quantise_rows(x_MK)
+    scale_N = weight.scales if weight.scales.is_contiguous() else weight.scales.contiguous()
+    out: torch.Tensor = torch._scaled_mm(
+        values, weight.values.t(), scale_a=scales, scale_b=scale_N, bias=bias_N, out_dtype=x_MK.dtype,
+        use_fast_accum=True,
+    )  # fmt: skip
+    return out
+
+
+def quantise_rows(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 [M, K] and fp32 [M, 1]: each row divided by its scale, so that its largest number is the format's."""
+    if is_fused(x_MK):
+        from tandem.kernels.triton_kernels.products.quantise_rows import quantise_rows_triton
+
+        return quantise_rows_triton(x_MK)
+    scale = (x_MK.abs().amax(1, keepdim=True).float() / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    return (x_MK.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+@functools.cache
+def arrivals_of(device: torch.device) -> torch.Tensor:
+    """int32 zeros: how many parts of each tile have arrived. Products on one stream share them."""
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+
+
+def prepare(device: torch.device) -> None:
+    """Makes what products share, before graphs are captured."""
+    if device.type == "cuda":
+        arrivals_of(device)
+
+
+def _plan(x_MK: torch.Tensor, weight: QuantisedWeight, silu: bool) -> QuantisedPlan | None:
+    if not is_fused(x_MK) or x_MK.dim() != 2 or x_MK.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if x_MK.stride(1) != 1 or x_MK.stride(0) % 16 or torch.cuda.get_device_capability(x_MK.device) < (8, 9):
+        return None
+    plan = choose_plan(x_MK.shape[0], *weight.shape, weight.group, weight.bits)
+    if plan is None or not _is_right(
+        plan, weight.group, weight.bits, weight.scales.dtype, x_MK.dtype, x_MK.device, silu
+    ):
+        return None
+    return plan
+
+
+@functools.cache
+def _is_right(
+    plan: QuantisedPlan,
+    group: int,
+    bits: int,
+    scale_dtype: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
+    silu: bool,
+) -> bool:
+    """Tried on some tiles and a part of one, with a row less than a tile's."""
+    num_inputs = 4 * plan.splits * max(plan.tile_k, group)
+    x = product_trials.random_matrix(plan.tile_m - 1, num_inputs, dtype, device, 1)
+    plain = product_trials.random_matrix(4 * plan.tile_n + plan.tile_n // 2, num_inputs, torch.float32, device, 2)
+    if bits == 4:
+        weight = quantise_int4(plain, group, scale_dtype)
+    elif group:
+        parts = [quantise_fp8(part) for part in plain.split(group, 1)]
+        values = torch.cat([part.values.view(torch.uint8) for part in parts], 1).view(FP8)
+        weight = QuantisedWeight(values, torch.cat([part.scales for part in parts]), None, group)
+    else:
+        weight = quantise_fp8(plain)
+
+    def expected() -> torch.Tensor:
+        product = functional.linear(x.float(), weight.dequantised(torch.float32))
+        return silu_mul(product, GATE_UP_GROUP) if silu else product
+
+    return product_trials.passes(
+        f"the product of {bits} bits by {plan}", lambda: run_plan(plan, x, weight, silu=silu), expected
+    )
+
+
+def _by_plan(
+    plan: QuantisedPlan, x_MK: torch.Tensor, weight: QuantisedWeight, bias_N: torch.Tensor | None, silu: bool
+) -> torch.Tensor:
+    from tandem.kernels.triton_kernels.products.matmul_quantised_launch import launch
+
+    num_outputs = weight.shape[0] // (2 if silu else 1)
+    out = torch.empty((x_MK.shape[0], num_outputs), dtype=x_MK.dtype, device=x_MK.device)
+    launch(plan, x_MK, weight, out, arrivals_of(x_MK.device), bias_N=bias_N, silu=silu)
+    return out
+
+
+def _takes_scaled(x_MK: torch.Tensor, weight: QuantisedWeight) -> bool:
+    """Whether fp8 products serve: prompts, on a GPU that has them, a scale an output, sizes that they take."""
+    if not is_fused(x_MK) or weight.bits != 8 or weight.group or x_MK.dtype != torch.bfloat16:
+        return False
+    if x_MK.shape[0] < LEAST_SCALED_ROWS or any(size % 16 for size in weight.shape):
+        return False
+    return torch.cuda.get_device_capability(x_MK.device) >= (8, 9) and _scaled_is_right(x_MK.device)
+
+
+@functools.cache
+def _scaled_is_right(device: torch.device) -> bool:
+    x = product_trials.random_matrix(320, 512, torch.bfloat16, device, 1)
+    weight = quantise_fp8(product_trials.random_matrix(256, 512, torch.float32, device, 2))
+    values, scales = quantise_rows(x)
+    return product_trials.passes(
+        "the fp8 product of prompts",
+        lambda: scaled_linear(x, weight),
+        lambda: functional.linear(values.float() * scales, weight.dequantised(torch.float32)),
+    )

@@ -1,0 +1,50 @@
+"""How a product of few rows over a quantised weight is cut. Pure.
+
+M rows, N outputs, K inputs: y = x @ weight^T.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MOST_ROWS = 256  # beyond, weights are few beside the work, and products take the way of prompts; a guess
+PROGRAMS = 256  # that a split product aims at: two on each multiprocessor of an H200; a guess
+LEAST_STEPS = 4  # along K of a part; a guess
+MOST_SPLITS = 8  # a guess
+MOST_TILES = 1 << 16  # for whose arrivals there is room
+
+
+class QuantisedPlan(NamedTuple):
+    """The constants of triton_kernels/products/matmul_quantised.py."""
+
+    tile_n: int
+    tile_m: int
+    tile_k: int
+    splits: int
+    warps: int
+    stages: int
+
+    def lanes(self, num_rows: int) -> int:
+        return -(-num_rows // self.tile_m)
+
+    def tiles(self, num_rows: int, num_outputs: int) -> int:
+        return -(-num_outputs // self.tile_n) * self.lanes(num_rows)
+
+
+def choose_plan(num_rows: int, num_outputs: int, num_inputs: int, group: int, bits: int) -> QuantisedPlan | None:
+    """None: the kernel doesn't serve these sizes. `group`: inputs that share a scale; 0: all."""
+    whole = next((tile for tile in (128, 64, 32) if num_inputs % tile == 0 and group % tile == 0), None)
+    if not 0 < num_rows <= MOST_ROWS or whole is None or num_outputs % 16:
+        return None
+    tile_m = next(tile for tile in (16, 32, 64, 128) if num_rows <= tile or tile == 128)
+    tile_n, warps = {16: (64, 4), 32: (64, 4), 64: (128, 4), 128: (128, 8)}[tile_m]
+    plan = QuantisedPlan(tile_n, tile_m, whole, 1, warps, 4 if tile_m < 64 else 3)
+    splits = 1
+    while (
+        plan.tiles(num_rows, num_outputs) * splits < PROGRAMS
+        and 2 * splits <= MOST_SPLITS
+        and num_inputs // whole >= 2 * splits * LEAST_STEPS
+    ):
+        splits *= 2
+    plan = plan._replace(splits=splits)
+    return plan if plan.tiles(num_rows, num_outputs) <= MOST_TILES else None

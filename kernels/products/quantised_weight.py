@@ -1,0 +1,143 @@
+"""A weight of 8 or 4 bits with its scales, in the one layout that products read, and how numbers come into it.
+
+N outputs, K inputs, G groups of inputs with a scale each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+INT4_HALF = 8  # what is stored for 0 where a format has no zero points
+LANE_INPUTS = 32  # of the words that the tensor cores' lanes share out: 4 words, each of 8 numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantisedWeight:
+    """[N, K]: (stored - zero) * scale. `values`: e4m3 [N, K], or of 4 bits int32 [N, K / 8] as `packed` makes it.
+    `scales` [G, N] of any float; `zeros` [G, N] in the same type, of 4 bits only. `group`: inputs that share a scale
+    (the last group may have fewer); 0: all of them, G is 1."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    group: int = 0
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.zeros is None else 4
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.values.shape[0], self.values.shape[1] * (1 if self.zeros is None else 8)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def rows(self, start: int, stop: int) -> QuantisedWeight:
+        """Outputs `start` to `stop`, a view."""
+        zeros = None if self.zeros is None else self.zeros[:, start:stop]
+        return replace(self, values=self.values[start:stop], scales=self.scales[:, start:stop], zeros=zeros)
+
+    def columns(self, start: int, stop: int) -> QuantisedWeight:
+        """Inputs `start` to `stop`. Raises ValueError where they cut a group, or a word's numbers, apart."""
+        step = max(self.group, 1) if self.zeros is None else max(self.group, LANE_INPUTS)
+        if start % step or (stop % step and stop != self.shape[1]):
+            raise ValueError(f"inputs {start} to {stop} cut groups of {step} apart")
+        per = 1 if self.zeros is None else 8
+        values = self.values[:, start // per : stop // per]
+        if not self.group:
+            return replace(self, values=values)
+        groups = slice(start // self.group, -(-stop // self.group))
+        zeros = None if self.zeros is None else self.zeros[groups]
+        return replace(self, values=values, scales=self.scales[groups], zeros=zeros)
+
+    def copy_(self, other: QuantisedWeight) -> None:
+        """Takes the numbers of another one of the same shape and groups."""
+        assert (self.shape, self.group) == (other.shape, other.group), f"{self.shape} of {self.group}: {other.shape}"
+        for own, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            own.copy_(theirs)
+
+    def reordered(self, order_N: torch.Tensor) -> QuantisedWeight:
+        """The outputs in another order: int64 [N]."""
+        zeros = None if self.zeros is None else self.zeros[:, order_N]
+        return replace(self, values=_as_bytes(self.values)[order_N].view(self.values.dtype),
+                       scales=self.scales[:, order_N], zeros=zeros)  # fmt: skip
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """[N, K] in `dtype`, rounded once."""
+        stored = self.values.float() if self.zeros is None else unpacked(self.values).float()
+        if not self.group:
+            zero = 0.0 if self.zeros is None else self.zeros.float().t()
+            return ((stored - zero) * self.scales.float().t()).to(dtype)
+        inputs = torch.arange(stored.shape[1], device=stored.device) // self.group
+        if self.zeros is not None:
+            stored -= self.zeros.float().t()[:, inputs]
+        return (stored * self.scales.float().t()[:, inputs]).to(dtype)
+
+    def to(self, device: torch.device) -> QuantisedWeight:
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return replace(self, values=self.values.to(device), scales=self.scales.to(device), zeros=zeros)
+
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.values, self.scales) if self.zeros is None else (self.values, self.scales, self.zeros)
+
+
+def empty_fp8(num_outputs: int, num_inputs: int, group: int, device: torch.device | str) -> QuantisedWeight:
+    groups = -(-num_inputs // group) if group else 1
+    scales = torch.empty((groups, num_outputs), dtype=torch.float32, device=device)
+    return QuantisedWeight(torch.empty((num_outputs, num_inputs), dtype=FP8, device=device), scales, None, group)
+
+
+def empty_int4(
+    num_outputs: int, num_inputs: int, group: int, scale_dtype: torch.dtype, device: torch.device | str
+) -> QuantisedWeight:
+    groups = -(-num_inputs // group) if group else 1
+    words = torch.empty((num_outputs, num_inputs // 8), dtype=torch.int32, device=device)
+    scales, zeros = (torch.empty((groups, num_outputs), dtype=scale_dtype, device=device) for _ in range(2))
+    return QuantisedWeight(words, scales, zeros, group)
+
+
+def quantise_fp8(weight_NK: torch.Tensor) -> QuantisedWeight:
+    """The weight in e4m3, a scale an output: its largest number becomes the format's."""
+    scale_N = (weight_NK.abs().amax(1).float() / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    values = (weight_NK.float() / scale_N[:, None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+    return QuantisedWeight(values, scale_N[None, :])
+
+
+def quantise_int4(weight_NK: torch.Tensor, group: int, scale_dtype: torch.dtype) -> QuantisedWeight:
+    """The weight in 4 bits, symmetric around 0: the largest number of each group becomes 7 or -7."""
+    num_outputs, num_inputs = weight_NK.shape
+    groups = weight_NK.float().view(num_outputs, -1, group or num_inputs)
+    scale_NG = (groups.abs().amax(2) / (INT4_HALF - 1)).clamp_min(torch.finfo(torch.float16).tiny).to(scale_dtype)
+    stored = (groups / scale_NG.float()[:, :, None]).round_().clamp_(-INT4_HALF, INT4_HALF - 1) + INT4_HALF
+    zeros = torch.full_like(scale_NG.t(), INT4_HALF, memory_format=torch.contiguous_format)
+    words = packed(stored.to(torch.uint8).view(num_outputs, num_inputs))
+    return QuantisedWeight(words, scale_NG.t().contiguous(), zeros, group)
+
+
+def packed(stored_NK: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, K] of 0 to 15 -> int32 [N, K / 8], K a multiple of 32. Word 4 b + t holds inputs 32 b + 16 s + 8 h + 2
+    t + p, in bits 4 (4 s + 2 h + p) and up: what a lane of the tensor cores multiplies with lies in its words."""
+    num_outputs, num_inputs = stored_NK.shape
+    by_place = stored_NK.view(num_outputs, num_inputs // LANE_INPUTS, 2, 2, 4, 2).permute(0, 1, 4, 2, 3, 5)
+    pairs = by_place.reshape(num_outputs, num_inputs // 2, 2)
+    return (pairs[:, :, 0] | pairs[:, :, 1] << 4).contiguous().view(torch.int32)
+
+
+def unpacked(words: torch.Tensor) -> torch.Tensor:
+    """What `packed` was given."""
+    num_outputs, num_inputs = words.shape[0], words.shape[1] * 8
+    pairs = words.contiguous().view(torch.uint8)
+    stored = torch.stack((pairs & 15, pairs >> 4), 2).view(num_outputs, num_inputs // LANE_INPUTS, 4, 2, 2, 2)
+    return stored.permute(0, 1, 3, 4, 2, 5).reshape(num_outputs, num_inputs)
+
+
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Indexing knows no fp8 on every device."""
+    return values.view(torch.uint8) if values.dtype == FP8 else values

@@ -1,0 +1,53 @@
+"""Launches matmul_quantised.py: constants and grid from a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tandem.kernels.products.quantised_plans import QuantisedPlan
+from tandem.kernels.products.quantised_weight import QuantisedWeight
+from tandem.kernels.triton_kernels.common import overlap
+from tandem.kernels.triton_kernels.products.matmul_quantised import matmul_quantised_kernel
+
+
+def constants_of(
+    plan: QuantisedPlan, group: int, bits: int, *, has_bias: bool = False, silu: bool = False
+) -> dict[str, Any]:
+    """The kernel's compile-time constants and options for a plan."""
+    return {
+        "TILE_N": plan.tile_n, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "GROUP": group, "BITS": bits,
+        "IS_SPLIT": plan.splits > 1, "HAS_BIAS": has_bias, "SILU": silu, "STAGES": plan.stages,
+        "num_warps": plan.warps,
+    }  # fmt: skip
+
+
+def launch(
+    plan: QuantisedPlan,
+    x_MK: torch.Tensor,
+    weight: QuantisedWeight,
+    out: torch.Tensor,
+    arrivals: torch.Tensor,
+    *,
+    bias_N: torch.Tensor | None,
+    silu: bool,
+) -> None:
+    """out = x @ weight^T (+ bias, or gated). Rows of x and of the weight start at multiples of 16 elements."""
+    (num_rows, num_inputs), (num_outputs, _) = x_MK.shape, weight.shape
+    tiles = plan.tiles(num_rows, num_outputs)
+    assert tiles <= len(arrivals), f"{tiles} tiles"
+    assert num_inputs % plan.tile_k == 0 == weight.group % plan.tile_k, f"{plan} for {weight.shape}"
+    assert x_MK.stride(0) % 16 == 0, "rows of x must start at multiples of 16"
+    size = plan.tile_n * plan.tile_m * (tiles * plan.splits if plan.splits > 1 else 0)
+    sums = torch.empty(size, dtype=torch.float32, device=out.device) if size else out
+    scales, values = weight.scales, weight.values
+    zeros = scales if weight.zeros is None else weight.zeros
+    assert not weight.group or scales.stride() == zeros.stride(), "scales and zeros lie differently"
+    matmul_quantised_kernel[(tiles * plan.splits,)](
+        x_MK, values, scales, zeros, scales if bias_N is None else bias_N, out, sums, arrivals,
+        num_rows, num_outputs, out.shape[1], num_inputs // plan.tile_k, plan.splits, plan.lanes(num_rows),
+        x_MK.stride(0) // 16, values.stride(0) * values.element_size() // 16, out.stride(0), scales.stride(0) // 8,
+        **constants_of(plan, weight.group, weight.bits, has_bias=bias_N is not None, silu=silu),
+        **overlap(out.device),
+    )  # fmt: skip

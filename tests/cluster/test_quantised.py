@@ -1,0 +1,24 @@
+"""Quantised weights served: tokens of the dequantised weights by transformers, on one node, split, with adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from quantised_checkpoints import quantised_folders
+from split_pair import GREEDY, run_both_ways
+from tiny_adapters import merged, tiny_adapter
+
+from tandem.engine.adapters.adapter_files import read_adapter
+from tandem.engine.contracts.wire.parts import AdapterRef
+from tiny_models import check_greedy, tiny_model
+
+
+@pytest.mark.parametrize("form", ["compressed_channel", "awq"])
+def test_greedy_tokens_are_those_of_the_dequantised_weights(form: str, tmp_path: Path) -> None:
+    folder, twin = quantised_folders(tiny_model("llama"), tmp_path, form)
+    adapter = tiny_adapter(tmp_path / "adapter", twin, scale=0.7)
+    with_it = merged(tmp_path / "merged", twin, adapter)
+    made = run_both_ways(folder, (17, 90), AdapterRef(str(adapter), read_adapter(str(adapter)).digest))
+    for model, (prompt, output) in zip([with_it] * 4 + [twin] * 4, made, strict=True):
+        check_greedy(model, prompt, output, GREEDY.max_tokens)

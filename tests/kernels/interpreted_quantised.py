@@ -1,0 +1,65 @@
+"""Products over quantised weights under Triton's interpreter, against the weights made whole. Run by
+test_triton_interpreter.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tandem.kernels.products.fused_ops import silu_mul
+from tandem.kernels.products.quantised import quantise_rows
+from tandem.kernels.products.quantised_plans import QuantisedPlan
+from tandem.kernels.products.quantised_weight import FP8, QuantisedWeight, quantise_fp8, quantise_int4
+from tandem.kernels.triton_kernels.products.matmul_quantised_launch import launch
+from tandem.kernels.triton_kernels.products.quantise_rows import quantise_rows_triton
+
+
+def weight_of(kind: str, num_outputs: int, num_inputs: int) -> QuantisedWeight:
+    plain = torch.randn(num_outputs, num_inputs)
+    if kind == "fp8":
+        return quantise_fp8(plain)
+    if kind == "fp8 in groups":
+        values = (plain * 20).clamp(-448, 448).to(FP8)
+        return QuantisedWeight(values, torch.rand(-(-num_inputs // 64), num_outputs) + 0.5, None, 64)
+    made = quantise_int4(plain, 0 if kind == "int4" else 64, torch.float16)
+    assert made.zeros is not None
+    return QuantisedWeight(made.values, made.scales, torch.randint(0, 16, made.zeros.shape).half(), made.group)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8 in groups", "int4", "int4 in groups"])
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "num_inputs", "plan"),
+    [
+        (1, 48, 128, QuantisedPlan(32, 16, 64, 1, 4, 3)),  # a part of a tile
+        (19, 64, 320, QuantisedPlan(32, 16, 32, 3, 4, 2)),  # rows and K in several parts
+    ],
+)
+def test_the_product_is_that_of_the_weights_made_whole(
+    kind: str, num_rows: int, num_outputs: int, num_inputs: int, plan: QuantisedPlan
+) -> None:
+    torch.manual_seed(num_rows)
+    weight, bias = weight_of(kind, num_outputs, num_inputs), torch.randn(num_outputs)
+    x, arrivals = torch.randn(num_rows, num_inputs + 16)[:, :num_inputs], torch.zeros(64, dtype=torch.int32)
+    whole = weight.dequantised(torch.float32)
+    out = torch.full((num_rows, num_outputs), torch.nan)
+    launch(plan, x, weight, out, arrivals, bias_N=bias, silu=False)
+    torch.testing.assert_close(out, functional.linear(x, whole, bias), rtol=1e-4, atol=1e-3)
+    gated = torch.full((num_rows, num_outputs // 2), torch.nan)
+    launch(plan, x, weight, gated, arrivals, bias_N=None, silu=True)
+    torch.testing.assert_close(gated, silu_mul(functional.linear(x, whole), 8), rtol=1e-4, atol=1e-2)
+    some = torch.full((num_rows, 16), torch.nan)
+    launch(plan, x, weight.rows(16, 32), some, arrivals, bias_N=None, silu=False)
+    torch.testing.assert_close(some, functional.linear(x, whole[16:32]), rtol=1e-4, atol=1e-3)
+    assert not arrivals.any()
+
+
+def test_rows_of_activations_are_divided_by_their_largest_number() -> None:
+    exact = torch.randn(5, 72).mul(100).clamp(-448, 448).to(FP8).float()  # the interpreter rounds to e4m3 wrongly
+    exact[:, 3] = -448
+    x = exact * torch.tensor([1.0, 2**-9, 2**9, 0.0, 0.5])[:, None]
+    values, scales = quantise_rows_triton(x)
+    expected, their_scales = quantise_rows(x)
+    assert torch.equal(scales, their_scales)
+    assert torch.equal(values.float(), expected.float())
+    assert torch.equal(values.float() * scales, x)

@@ -1,0 +1,74 @@
+"""The one layout of quantised weights: parts of it are parts of the weight, and plans cover what they are asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandem.kernels.products.matmul import group_gate_up, linear, linear_silu_mul
+from tandem.kernels.products.quantised_plans import MOST_ROWS, choose_plan
+from tandem.kernels.products.quantised_weight import FP8, QuantisedWeight, packed, quantise_fp8, quantise_int4, unpacked
+
+PLAIN = torch.randn(48, 256, generator=torch.Generator().manual_seed(1))
+WEIGHTS = {
+    "fp8": quantise_fp8(PLAIN),
+    "fp8 in groups": QuantisedWeight(PLAIN.to(FP8), torch.rand(2, 48), None, 128),
+    "int4": quantise_int4(PLAIN, 0, torch.float16),
+    "int4 in groups": quantise_int4(PLAIN, 64, torch.float32),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_parts_are_parts_of_the_weight(kind: str) -> None:
+    weight = WEIGHTS[kind]
+    whole, order = weight.dequantised(torch.float32), torch.randperm(48)
+    assert (weight.shape, whole.shape) == ((48, 256), (48, 256))
+    assert torch.equal(weight.rows(16, 40).dequantised(torch.float32), whole[16:40])
+    assert torch.equal(weight.columns(128, 256).dequantised(torch.float32), whole[:, 128:])
+    assert torch.equal(weight.reordered(order).dequantised(torch.float32), whole[order])
+    assert weight.num_bytes < 0.6 * PLAIN.numel() * 2
+    if weight.group:
+        with pytest.raises(ValueError, match="cut groups"):
+            weight.columns(16, 256)
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_without_kernels_products_are_those_of_the_weight_made_whole(kind: str) -> None:
+    x, weight = torch.randn(3, 256), WEIGHTS[kind]
+    whole, out = weight.dequantised(torch.float32), torch.empty(3, 48)
+    assert torch.equal(linear(x, weight, None, out), torch.nn.functional.linear(x, whole))
+    order = group_gate_up(torch.arange(48))
+    assert torch.equal(linear_silu_mul(x, weight.reordered(order)), linear_silu_mul(x, whole[order]))
+
+
+def test_numbers_come_back_out_of_their_words() -> None:
+    stored = torch.randint(0, 16, (5, 96), dtype=torch.uint8)
+    words = packed(stored)
+    assert (words.dtype, words.shape) == (torch.int32, (5, 12))
+    assert torch.equal(unpacked(words), stored)
+    assert torch.equal(stored[:, [0, 1, 8, 9, 16, 17, 24, 25]], (words[:, 0:1] >> torch.arange(0, 32, 4) & 15).byte())
+
+
+def test_rounding_errors_are_those_of_the_formats() -> None:
+    for made, bound in ((WEIGHTS["fp8"], 0.03), (WEIGHTS["int4 in groups"], 0.15)):
+        error = (made.dequantised(torch.float32) - PLAIN).norm() / PLAIN.norm()
+        assert bound / 4 < error < bound
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("sizes", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (512, 96), (48, 32)])
+def test_plans_cover_the_product(sizes: tuple[int, int], bits: int) -> None:
+    for num_rows in (1, 2, 16, 17, 64, 65, 128, 255, MOST_ROWS):
+        for group in (0, 32, 128):
+            plan = choose_plan(num_rows, *sizes, group, bits)
+            assert plan is not None
+            assert sizes[1] % plan.tile_k == 0 == group % plan.tile_k
+            assert plan.splits <= sizes[1] // plan.tile_k
+            assert plan.tiles(num_rows, sizes[0]) * plan.tile_n * plan.tile_m >= num_rows * sizes[0]
+    for num_rows, outputs, inputs, group in (
+        (MOST_ROWS + 1, 48, 32, 0),
+        (1, 40, 32, 0),
+        (1, 48, 48, 0),
+        (1, 48, 32, 24),
+    ):
+        assert choose_plan(num_rows, outputs, inputs, group, bits) is None
