@@ -68,7 +68,6 @@ from tandem.node.control.sockets import ControlSockets, advertised
 from tandem.node.directory import make_publisher
 from tandem.node.loop import NodeLoop
 from tandem.node.pool import NodePool, allocate_node_pool, transports_of
-from tandem.node.pooling.process import PoolingProcess
 from tandem.node.precise.engine import make_precise_kv, precise_layout, raises_precision
 from tandem.node.profiling.profiler import NodeProfiler, ProfileAsked, ReportMade
 from tandem.node.profiling.report import ProfiledNode
@@ -103,6 +102,8 @@ def run_node(options: NodeOptions, make_logic: Callable[[NodeContext], ServingNo
     try:
         folder = resolve_model(options.model.model, options.model.revision)
         if (pooling := read_pooling_config(folder)) is not None:
+            from tandem.node.pooling.process import PoolingProcess  # transformers, whose import takes others a second
+
             return PoolingProcess(options, folder, pooling).serve()
         process = NodeProcess(options, make_logic)
         process.warm_up()

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 from waiting import wait_until
 
 from real_cluster import RealCluster
 from tandem.deploy.options import DEMO_MODEL
-from tandem.deploy.redis_server import free_port
 from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.contracts.model_folder import resolve_model, served_name
 
@@ -50,20 +45,7 @@ def test_serve_takes_a_hub_name_and_a_revision(cache: Path) -> None:
             assert str(cache / "snapshots" / OLD) in child.cmdline(), "all serve one snapshot"
 
 
-def test_a_node_and_a_router_take_one_each_for_themselves(cache: Path) -> None:
-    node, router = free_port(), free_port()
-    name = ("acme/tiny", "--revision", "old")
-    url = f"http://127.0.0.1:{router}"
-    with (
-        tandem("unified", *name, "--port", str(node), "--num-blocks", "16", "--num-threads", "1"),
-        tandem("router", *name, "--port", str(router), "--node", f"tcp://127.0.0.1:{node}"),
-    ):
-        wait_until(lambda: is_ready(url), "the router", START_S)
-        assert [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]] == ["tiny"]
-        assert httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "def"}, timeout=60).is_success
-
-
-def test_so_do_their_parts_without_a_command_line(cache: Path) -> None:
+def test_a_node_and_a_router_take_one_for_themselves(cache: Path) -> None:
     code = """
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, RouterOptions
 from tandem.node.setup import load
@@ -90,21 +72,3 @@ def test_served_names(tmp_path: Path) -> None:
     assert served_name(str(tmp_path / "link")) == tmp_path.name
     with pytest.raises(CheckpointError, match="does not exist"):
         resolve_model("/no/such/folder")
-
-
-@contextlib.contextmanager
-def tandem(*arguments: str) -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, "-m", "tandem.deploy.cli", *arguments], env=os.environ)
-    try:
-        yield
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
-
-
-def is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready").status_code == 200
-    except httpx.TransportError:
-        return False

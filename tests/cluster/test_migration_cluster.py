@@ -1,4 +1,4 @@
-"""Real processes: streams go on while their decode node drains or dies, and the node that takes them dies, too."""
+"""Real processes, two of each role: streams go on while their decode node drains and a prefill node with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from stream_client import Stream
-from waiting import happens, wait_until_gone
+from waiting import PATIENCE_S, happens, wait_until_gone
 
 from real_cluster import RealCluster
 from tiny_models import check_greedy, random_prompt, tiny_model
@@ -18,9 +18,11 @@ SEEDED = {"temperature": 0.8, "seed": 77, "top_p": 0.9, "repetition_penalty": 1.
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RealCluster]:
-    with RealCluster(tiny_model("llama"), "--prefill", "1", "--decode", "2") as running:
-        running.wait_until_ready(3)
+    with RealCluster(tiny_model("llama"), "--prefill", "2", "--decode", "2", "--transport", "tcp") as running:
+        running.wait_until_ready(4)
         yield running
+        running.process.terminate()
+        assert running.process.wait(2 * PATIENCE_S) == 0, running.log()
 
 
 def stream(cluster: RealCluster, prompt: list[int], **fields: object) -> Stream:
@@ -35,7 +37,7 @@ def decoders_by_load(cluster: RealCluster) -> list[int]:
 
 
 # README says: "sequences of a decode or single node go on at another one, KV and all"
-def test_a_draining_node_gives_its_streams_away(cluster: RealCluster) -> None:
+def test_draining_nodes_give_their_streams_away(cluster: RealCluster) -> None:
     prompt = random_prompt(100, seed=61)
     alone = stream(cluster, prompt, **SEEDED).finish()
     four = stream(cluster, random_prompt(90, seed=62), n=4, **SEEDED).finish()
@@ -48,13 +50,18 @@ def test_a_draining_node_gives_its_streams_away(cluster: RealCluster) -> None:
         for each in streams:
             each.wait_for(20)
         victim, _ = decoders_by_load(cluster)
-        cluster.send(victim, signal.SIGTERM)
-        wait_until_gone(victim)
+        prefill = cluster.pid_of("prefill")
+        for pid in (victim, prefill):
+            cluster.send(pid, signal.SIGTERM)
+        late = stream(cluster, prompt, **SEEDED)
+        for pid in (victim, prefill):
+            wait_until_gone(pid)
         results = [each.finish() for each in streams]
         for i, result in enumerate(results[:3]):
             check_greedy(tiny_model("llama"), random_prompt(80 + 10 * i, seed=63 + i), result[0], LENGTH)
         assert results[3:] == [alone, four]
-        cluster.wait_until_ready(3)
+        assert late.finish() == alone, "one that came while they drained"
+        cluster.wait_until_ready(4)
         cluster.wait_until_whole()
         return cluster.router_metric("migration_pause_seconds_count") - before
 

@@ -208,20 +208,6 @@ def test_a_process_dies_under_load(cluster: RealCluster, victim: str, number: in
         )
 
 
-def test_two_plus_two_and_a_drain() -> None:
-    with RealCluster(tiny_model("llama"), "--prefill", "2", "--decode", "2", "--transport", "tcp") as cluster:
-        cluster.wait_until_ready(4)
-        assert Load(cluster, 8, num_tokens=40).check() == (8, 0)
-        load = Load(cluster, 8, num_tokens=150)
-        time.sleep(0.3)
-        cluster.kill("decode", signal.SIGTERM)
-        cluster.kill("prefill", signal.SIGTERM)
-        assert load.check() == (8, 0), "a drained node's requests go on"
-        assert Load(cluster, 6, num_tokens=30).check() == (6, 0)
-        cluster.process.terminate()
-        assert cluster.process.wait(2 * PATIENCE_S) == 0, cluster.log()
-
-
 def test_a_bad_folder_ends_it_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     cluster = RealCluster(tmp_path)

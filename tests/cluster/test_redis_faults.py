@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 
@@ -36,36 +36,53 @@ def cluster(redis_server: RedisProcess) -> Iterator[RealCluster]:
         yield cluster
 
 
-@contextmanager
-def load(cluster: RealCluster) -> Iterator[Callable[[], int]]:
-    """Two clients that ask all the time and compare; yields how many answers came. What went wrong is raised."""
-    expected = [cluster.tokens(prompt, NUM_TOKENS) for prompt in PROMPTS]
-    stop, faults, answers = threading.Event(), [], []
+class Load:
+    """Two clients that ask all the time and compare; `answers` counts. What went wrong is raised at the end."""
 
-    def ask(client: int) -> None:
+    def __init__(self, cluster: RealCluster) -> None:
+        self.answers = 0
+        self._cluster = cluster
+        self._expected = [cluster.tokens(prompt, NUM_TOKENS) for prompt in PROMPTS]
+        self._stop, self._may_ask = threading.Event(), threading.Event()
+        self._faults: list[Exception] = []
+        self._threads = [threading.Thread(target=self._ask, args=(client,)) for client in range(2)]
+
+    def __enter__(self) -> Load:
+        self._may_ask.set()
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._may_ask.set()
+        for thread in self._threads:
+            thread.join(2 * PATIENCE_S)
+        assert not self._faults, self._faults[0]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing new is asked meanwhile."""
+        self._may_ask.clear()
+        try:
+            yield
+        finally:
+            self._may_ask.set()
+
+    def _ask(self, client: int) -> None:
         number = client
-        while not stop.is_set():
+        while not self._stop.is_set():
+            self._may_ask.wait()
             number += 1
             index = number % len(PROMPTS)
             try:
                 fresh = random_prompt(50, seed=10_000 * (client + 1) + number)  # evicts, so that nodes publish
-                cluster.tokens(fresh, 2)
-                assert cluster.tokens(PROMPTS[index], NUM_TOKENS) == expected[index]
+                self._cluster.tokens(fresh, 2)
+                assert self._cluster.tokens(PROMPTS[index], NUM_TOKENS) == self._expected[index]
             except Exception as fault:
-                faults.append(fault)
+                self._faults.append(fault)
                 return
-            answers.append(index)
-
-    threads = [threading.Thread(target=ask, args=(client,)) for client in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield lambda: len(answers)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(2 * PATIENCE_S)
-    assert not faults, faults[0]
+            self.answers += 1
 
 
 def blocks_that_nodes_publish(cluster: RealCluster) -> int:
@@ -78,14 +95,13 @@ def blocks_in_redis(server: RedisProcess) -> int:
     return sum(client.scard(key) for key in client.keys(f"{KeySpace('tandem').namespace}:*:kv:*"))
 
 
-def check_whole_soon(cluster: RealCluster, server: RedisProcess) -> None:
-    """Under load the two are never read at the same moment: equal but for what changes meanwhile."""
-
-    def is_whole() -> bool:
-        there, published = blocks_in_redis(server), blocks_that_nodes_publish(cluster)
-        return abs(there - published) <= 16 < published
-
-    wait_until(is_whole, "Redis to have what the nodes publish")
+def check_whole_soon(cluster: RealCluster, server: RedisProcess, load: Load) -> None:
+    """Once nothing changes any more: under load the two are never read at the same moment."""
+    with load.paused():
+        wait_until(
+            lambda: blocks_in_redis(server) == blocks_that_nodes_publish(cluster) > 16,
+            "Redis to have what the nodes publish",
+        )
 
 
 def check_router_hears(cluster: RealCluster) -> None:
@@ -100,35 +116,35 @@ def check_router_hears(cluster: RealCluster) -> None:
     wait_until(is_known, "the router to hear of a block")
 
 
-def check_serves_on(answers: Callable[[], int], seconds: float) -> None:
+def check_serves_on(load: Load, seconds: float) -> None:
     """For so long at least."""
     time.sleep(seconds)
-    before = answers()
-    wait_until(lambda: answers() > before + 2, "requests, which stand still")
+    before = load.answers
+    wait_until(lambda: load.answers > before + 2, "requests, which stand still")
 
 
 def test_redis_is_emptied_killed_and_started_again(cluster: RealCluster, redis_server: RedisProcess) -> None:
-    with load(cluster) as answers:
-        check_whole_soon(cluster, redis_server)
+    with Load(cluster) as load:
+        check_whole_soon(cluster, redis_server, load)
         redis_server.client().flushall()
-        check_whole_soon(cluster, redis_server)
+        check_whole_soon(cluster, redis_server, load)
         check_router_hears(cluster)
         redis_server.stop()
-        check_serves_on(answers, 3.0)
+        check_serves_on(load, 2.0)
         redis_server.start()
-        check_whole_soon(cluster, redis_server)
+        check_whole_soon(cluster, redis_server, load)
         check_router_hears(cluster)
 
 
 @pytest.mark.parametrize("pause_s", [2.0, pytest.param(30.0, marks=pytest.mark.slow)])  # within the leases, and beyond
 def test_redis_answers_nobody_for_a_while(cluster: RealCluster, redis_server: RedisProcess, pause_s: float) -> None:
-    with load(cluster) as answers:
-        check_whole_soon(cluster, redis_server)
+    with Load(cluster) as load:
+        check_whole_soon(cluster, redis_server, load)
         redis_server.pause()
         try:
-            check_serves_on(answers, pause_s)
+            check_serves_on(load, pause_s)
         finally:
             redis_server.resume()
-        check_whole_soon(cluster, redis_server)
+        check_whole_soon(cluster, redis_server, load)
         check_router_hears(cluster)
-        check_serves_on(answers, 2.0)
+        check_serves_on(load, 1.0)

@@ -37,9 +37,8 @@ def sized() -> Iterator[PairOf]:
 
 # README says: "KV is converted on the way"
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
-def test_greedy_tokens_of_one_node(sized: PairOf, alone: Alone, way: str, sizes: tuple[int, int]) -> None:
-    pair = sized(way, sizes)
+def test_greedy_tokens_of_one_node(sized: PairOf, alone: Alone, way: str) -> None:
+    pair = sized(way, SIZES[way in ("shm", "local")])
     prompts = [random_prompt(length, seed=1000 + length) for length in LENGTHS]
     commits = pair.sink.commits
     results = [pair.submit(prompt, GREEDY) for prompt in prompts]
@@ -93,6 +92,7 @@ def test_corrupt_blocks_are_sent_again(alone: Alone) -> None:
 
 # --- numbers --------------------------------------------------------------------------------------------------
 
+SHORT = changed(GREEDY, max_tokens=12)
 SCALES = {"k": [0.05, 0.02, 0.1], "v": [0.02, 0.05, 0.04]}  # of the model's three layers
 
 
@@ -118,13 +118,14 @@ def test_a_converted_prompt_goes_on_as_on_a_node_of_that_dtype(
     prompts = [random_prompt(length, seed=2000 + length) for length in (17, 33, 100, 211)]
     prompts += [prefix + random_prompt(length, seed=length) for length in (5, 40)]
     whole = Alone(Node(node_options("unified", tiny_model("llama"), caching=False, **kept)))
-    expected = [whole.run(prompt, GREEDY)[0] for prompt in prompts]
+    expected = [whole.run(prompt, SHORT)[0] for prompt in prompts]
     samples = whole.run(prompts[0], SAMPLED, (0, 1))
     whole.node.stop()
-    assert expected != [alone.run(prompt, GREEDY)[0] for prompt in prompts], "the dtype does not matter"
+    exact = (alone.run(prompt, SHORT)[0] for prompt in prompts)
+    assert any(one != other for one, other in zip(expected, exact, strict=True)), "the dtype does not matter"
     with make_pair(way, decode={"block_size": block_size, **kept}, prefill={"chunk": CHUNK}) as pair:
         for prompt, tokens in zip(prompts, expected, strict=True):
-            result = pair.run(prompt, GREEDY)
+            result = pair.run(prompt, SHORT)
             assert result.failed is None, result.failed
             assert result.output() == tokens, f"a prompt of {len(prompt)} tokens"
         assert result.num_cached_tokens == 70 // block_size * block_size

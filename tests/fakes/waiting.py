@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 
 # What takes a second on an idle machine may take many on a loaded one. A guess; pytest's own limit is a multiple of it.
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 LOOK_EVERY_S = 0.005
 
 

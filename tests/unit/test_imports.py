@@ -37,6 +37,11 @@ def test_the_router_imports_without_torch() -> None:
     run_blocked({"torch", "triton", "transformers"}, "\n".join(f"import {name}" for name in names))
 
 
+def test_nodes_of_tokens_import_without_transformers() -> None:
+    names = ["tandem.node.process", "tandem.node.ranks.main", *modules_of("decode_node"), *modules_of("prefill_node")]
+    run_blocked({"transformers"}, "\n".join(f"import {name}" for name in names))
+
+
 def test_traces_that_nobody_asked_for_import_nothing() -> None:
     code = "import sys, tandem.router.process.main; print('opentelemetry.sdk' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
