@@ -27,6 +27,7 @@ from tandem.deploy.options import (
     PROFILE_OPTIONS,
     ROLE_OPTIONS,
     ROUTER_OPTIONS,
+    SCALE_OPTIONS,
     SERVE_OPTIONS,
     STATUS_OPTIONS,
     STORY_OPTIONS,
@@ -120,6 +121,8 @@ def _add_operators_tools(commands: Commands) -> None:
     _add(commands, "role", _operates("run_role", ROLE_OPTIONS), "give a node another role", ROLE_OPTIONS)
     text = "tell what happened to a request, and when; without one, list the newest"
     _add(commands, "trace", _operates("run_trace", STORY_OPTIONS), text, STORY_OPTIONS)
+    text = "keep pools of nodes in Kubernetes as large as the router's reports ask for"
+    _add(commands, "scale", run_scale, text, SCALE_OPTIONS)
 
 
 def _add_helpers(commands: Commands) -> None:
@@ -285,6 +288,12 @@ def _operates(name: str, options: dict[str, Option]) -> Run:
         return found
 
     return run
+
+
+def run_scale(arguments: argparse.Namespace) -> int:
+    from tandem.deploy.scale.command import run
+
+    return run(filled(SCALE_OPTIONS, arguments))
 
 
 def run_kernels(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from msgspec import Meta
+
 from tandem.deploy.command_line.flags import ENV_PREFIX
 from tandem.deploy.command_line.foreign_names import SAME, WITHOUT_COUNTERPART, translate
 from tandem.deploy.command_line.option import COMPONENTS, Option, did_you_mean, options_of
@@ -31,6 +33,7 @@ from tandem.deploy.command_line.tool_options import (
     PlanOptions,
     ProfileOptions,
     RoleOptions,
+    ScaleOptions,
     StatusOptions,
     StoryOptions,
     TraceOptions,
@@ -88,6 +91,15 @@ class ClusterOptions:
         str, "address of a Ray cluster whose hosts run the nodes (docs/several_hosts.md), auto: the one this host is of"
     ] = ""
     ray_routers: Annotated[Count, "with --ray: routers on its hosts beside the one here, on the ports after --port"] = 0
+    prefill_max: Annotated[Count, "with --ray: prefill nodes at most, as many as are lacking; 0: always --prefill"] = 0
+    decode_max: Annotated[Count, "with --ray: decode nodes at most, as many as are lacking; 0: always --decode"] = 0
+    elastic_max: Annotated[Count, "with --ray: nodes at most, as many as are lacking; 0: always --elastic"] = 0
+    pool_min: Annotated[
+        Count, "with --prefill-max and the like: nodes that stay of each pool when there is little to do; 0: none"
+    ] = 1
+    pool_idle_s: Annotated[
+        float, Meta(ge=1, le=1e6), "fewer nodes must have been enough for so long before one of them is drained"
+    ] = 300.0
     log_stats: Annotated[bool, "every 10 s say how many requests are under way, and at what rates"] = True
 
 
@@ -123,10 +135,11 @@ DRAIN_OPTIONS, ROLE_OPTIONS = (
     options_of(RoleOptions, positional="node new_role"),
 )
 STORY_OPTIONS = options_of(StoryOptions, positional="request_id")
+SCALE_OPTIONS = options_of(ScaleOptions)
 _SERVERS = (SERVE_OPTIONS, NODE_OPTIONS, ROUTER_OPTIONS)
 _TOOLS = (
     BENCH_OPTIONS, TRACE_OPTIONS, EXPLAIN_OPTIONS, CALIBRATE_OPTIONS, PROFILE_OPTIONS, KERNELS_OPTIONS, CHAT_OPTIONS,
-    COMPLETE_OPTIONS, STATUS_OPTIONS, PLAN_OPTIONS, DRAIN_OPTIONS, ROLE_OPTIONS, STORY_OPTIONS,
+    COMPLETE_OPTIONS, STATUS_OPTIONS, PLAN_OPTIONS, DRAIN_OPTIONS, ROLE_OPTIONS, STORY_OPTIONS, SCALE_OPTIONS,
 )  # fmt: skip
 KNOWN_NAMES = frozenset({"config"}.union(*_SERVERS, *_TOOLS))
 

@@ -193,6 +193,25 @@ class StoryOptions:
 
 
 @dataclass(frozen=True)
+class ScaleOptions:
+    """Options of `tandem scale`."""
+
+    url: Annotated[str, "router whose /metrics say what is lacking"] = URL
+    pool: Annotated[
+        tuple[str, ...], "ROLE=DEPLOYMENT:LEAST:MOST, a pool and its bounds; repeatable, one for each role"
+    ] = ()
+    namespace: Annotated[str, "of the Deployments; in a pod: its own"] = ""
+    api_server: Annotated[str, "URL of Kubernetes' API, such as `kubectl proxy` has; in a pod: the cluster's"] = ""
+    token_file: Annotated[str, "bearer token for it; in a pod: its service account's"] = ""
+    idle_s: Annotated[float, Meta(ge=0, le=1e6), "fewer nodes must have been enough for so long before one goes"] = (
+        300.0
+    )
+    every_s: Annotated[float, Meta(gt=0, le=3600), "between two looks"] = 5.0
+    dry_run: Annotated[bool, "say what would be changed, and change nothing"] = False
+    once: Annotated[bool, "look once; exit code 1 if somebody did not answer"] = False
+
+
+@dataclass(frozen=True)
 class KernelsOptions:
     """Options of `tandem kernels`."""
 

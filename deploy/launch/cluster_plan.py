@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.deploy.command_line.flags import to_arguments, to_environment
@@ -69,6 +69,13 @@ def plan_on_ray(values: Mapping[str, Any]) -> list[ChildPlan]:
         own = {name: value for name, value in values.items() if name != "host"} | {"port": values["port"] + index}
         plans.append(_child(f"router-{index}", ROUTER, "router", ROUTER_OPTIONS, own, is_local=False))
     return plans
+
+
+def plan_one_more(role: str, index: int, values: Mapping[str, Any]) -> ChildPlan:
+    """A further node of a Ray cluster, as those of `plan_on_ray`."""
+    (plan,) = _plan_nodes([role], _placed(values), is_local=False)
+    name = f"{role}-{index}"
+    return replace(plan, name=name, node_id=name)
 
 
 def _roles(values: Mapping[str, Any]) -> list[str]:

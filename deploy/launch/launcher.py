@@ -27,6 +27,7 @@ from tandem.deploy.launch.cluster_plan import NODES, ChildPlan, plan_cluster, pl
 from tandem.deploy.launch.console import Console
 from tandem.deploy.launch.preflight import check_redis, check_redis_url, check_router
 from tandem.deploy.launch.rates import Rates
+from tandem.deploy.launch.scaled_pools import POOLS, ScaledPools
 from tandem.deploy.launch.summary import summary
 from tandem.deploy.launch.supervisor import Action, Kill, Phase, Report, Serving, Start, Supervisor, Terminate
 from tandem.deploy.redis_server import RedisServer, free_port
@@ -54,6 +55,8 @@ def serve(values: Mapping[str, Any]) -> int:
     if not num_all and (num_prefill > 0) != (num_decode > 0):
         raise ConfigError("--prefill and --decode go together: a local cluster needs at least one node of each")
     is_cluster = num_prefill + num_decode + num_all > 0
+    if not values.get("ray") and any(values.get(f"{pool}_max") for pool, _ in POOLS):
+        raise ConfigError("pools change their size on a Ray cluster (--ray); in Kubernetes: `tandem scale`")
     check_router(values)
     values = {**values, "log_format": chosen_format(values.get("log_format", "auto"), sys.stderr)}
     console = Console(log_format=values["log_format"])
@@ -102,7 +105,8 @@ def _serve_on_ray(values: Mapping[str, Any], has_nodes: bool) -> int:
     with RayCluster(values) as cluster:
         plans = plan_on_ray(values)
         cluster.reserve(plans)
-        return Launcher(plans, values, start_child=cluster.start).run()
+        pools = ScaledPools.of(values)
+        return Launcher(plans, values, start_child=cluster.start, forget_child=cluster.forget, pools=pools).run()
 
 
 class Launcher:
@@ -114,13 +118,16 @@ class Launcher:
         values: Mapping[str, Any],
         redis: RedisServer | None = None,
         start_child: StartChild = start_here,
+        forget_child: Callable[[str], None] = lambda name: None,
+        pools: ScaledPools | None = None,
     ) -> None:
+        """`forget_child` is told which children won't start again. `pools`: those that grow and shrink."""
         timeouts = Timeouts(**{name: values[name] for name in ("peer_lost_s", "drain_s") if name in values})
         self._plans = {plan.name: plan for plan in plans}
         self._values, self._redis = values, redis
         silence_s = timeouts.peer_lost_s * (1 if start_child is start_here else RAYS_PATIENCE)
         self._supervisor = Supervisor(silence_s, timeouts.drain_s)
-        self._start_child = start_child
+        self._start_child, self._forget_child, self._pools = start_child, forget_child, pools
         for plan in plans:
             self._supervisor.add(plan.name, plan.stage)
         self._children: dict[str, RunningChild] = {}
@@ -163,11 +170,13 @@ class Launcher:
                 del self._children[name]
                 self._busy.pop(name, None)
                 self._carry_out(self._supervisor.exited(name, code, time.monotonic(), child.last_words()))
+                self._forget_retired(name)
         self._console.progress(self._busy, time.monotonic())
         self._keep_redis(time.monotonic())
         if self._announcing:
             self._announce_when_ready()
         self._say_rates(time.monotonic())
+        self._resize_pools(time.monotonic())
         self._carry_out(self._supervisor.tick(time.monotonic()))
 
     def _wait(self) -> None:
@@ -268,6 +277,29 @@ class Launcher:
         self._next_rates = now + RATES_EVERY_S
         if line := self._rates.line(self._ask_router("/metrics")[1], now):
             self._console.say(line)
+
+    def _resize_pools(self, now: float) -> None:
+        """Adds nodes that the cluster asks for, and retires the newest of those that it can spare."""
+        is_serving = "router" in self._ready_lines and not self._announcing
+        if self._pools is None or not is_serving or self._supervisor.phase is not Phase.RUNNING:
+            return
+        if not self._pools.is_due(now):
+            return
+        kept = [name for name, child in self._supervisor.children.items() if not child.retired]
+        added, retired = self._pools.look(self._ask_router("/metrics")[1], kept, self._supervisor.children, now)
+        for plan in added:
+            self._console.say(f"adding {plan.name}, which is lacking")
+            self._plans[plan.name] = plan
+            self._supervisor.add(plan.name, plan.stage)
+        for name in retired:
+            self._console.say(f"draining {name}, which is idle; it ends then")
+            self._carry_out(self._supervisor.retire(name, now))
+            self._forget_retired(name)
+
+    def _forget_retired(self, name: str) -> None:
+        if name not in self._supervisor.children:
+            del self._plans[name]
+            self._forget_child(name)
 
     def _ask_router(self, path: str) -> tuple[int, str]:
         """Status and body; 0 and nothing where it doesn't answer within `PROBE_S`. One that wants a client's

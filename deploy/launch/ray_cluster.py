@@ -56,6 +56,8 @@ class RayCluster:
     def start(self, plan: ChildPlan, arguments: Sequence[str], write: Callable[[str, str], None]) -> RunningChild:
         if plan.is_local:
             return ChildProcess(plan.name, plan.command, arguments, plan.environment, write)
+        if plan.stage == NODES and plan.name not in self._places:  # one that came later
+            self.reserve([plan])
         bundle = self._bundle(plan)
         kind = self._ray.remote(RemoteParent).options(
             num_cpus=bundle["CPU"],
@@ -65,6 +67,14 @@ class RayCluster:
         )
         actor = kind.remote(plan.name, list(plan.command), list(arguments), dict(plan.environment))
         return RayChild(plan.name, actor, write)
+
+    def forget(self, name: str) -> None:
+        """Gives a node's place back; that of a pair, when neither is left."""
+        place = self._places.pop(name, None)
+        if place is None or any(other.placement_group is place.placement_group for other in self._places.values()):
+            return
+        self._groups.remove(place.placement_group)
+        self._ray.util.remove_placement_group(place.placement_group)
 
     def _bundle(self, plan: ChildPlan) -> dict[str, int]:
         role = plan.name.rpartition("-")[0]

@@ -7,7 +7,8 @@
 Children belong to stages. A stage starts when every child of the stages before it has been ready once; at the end the
 last stage stops first. Until all have been ready, a child that fails quickly again and again ends the whole, and one
 that ends by itself before it was ready does so at once: it would do the same again. From then on it is started for
-ever, since the others may serve without it. Events come in with the time; what is to be done comes out.
+ever, since the others may serve without it; so is one that is added then. One that is retired drains, and is forgotten
+at its end. Events come in with the time; what is to be done comes out.
 """
 
 from __future__ import annotations
@@ -94,6 +95,9 @@ class Child:
     ready_at: float | None = None
     last_beat: float = 0.0  # or when it became ready
     num_quick_failures: int = 0
+    is_extra: bool = False  # came when the others had begun
+    retired: bool = False  # stops, and does not start again
+    stop_by: float = 0.0  # STOPPING, retired: then it is killed
 
     @property
     def alive(self) -> bool:
@@ -117,7 +121,21 @@ class Supervisor:
 
     def add(self, name: str, stage: int) -> None:
         assert name not in self.children
-        self.children[name] = Child(name, stage)
+        self.children[name] = Child(name, stage, is_extra=self._last_tick is not None)
+
+    def retire(self, name: str, now: float) -> list[Action]:
+        """Drains a child while the others go on; it is forgotten when it has ended."""
+        child = self.children[name]
+        if self.phase is not Phase.RUNNING or child.retired:
+            return []
+        if child.state is ChildState.WAITING:
+            del self.children[name]
+            return []
+        child.retired, child.stop_by = True, now + self.drain_s + STOP_MARGIN_S
+        if child.state not in (ChildState.STARTING, ChildState.READY):
+            return []
+        child.state = ChildState.STOPPING
+        return [Terminate(name)]
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -135,6 +153,8 @@ class Supervisor:
                 actions.append(self._kill(child, f"not ready within {START_TIMEOUT_S:g} s"))
             elif child.state is ChildState.READY and now - child.last_beat > (most_s := self._silence_s(child)):
                 actions.append(self._kill(child, f"silent for {most_s:g} s"))
+            elif child.state is ChildState.STOPPING and now > child.stop_by:
+                actions.append(self._kill(child, f"not drained within {self.drain_s + STOP_MARGIN_S:g} s"))
         return actions
 
     def ready(self, name: str, now: float) -> list[Action]:
@@ -158,11 +178,14 @@ class Supervisor:
         if self.phase is Phase.STOPPING:
             child.state = ChildState.ENDED
             return self._stop_tick(now)
+        if child.retired:
+            del self.children[name]
+            return [Report(f"{name} has ended, as it was asked to")]
         child.num_quick_failures = child.num_quick_failures + 1 if quick else 1
         what = f"{name} ended ({_describe(code)})"
-        if code == EXIT_BAD_CONFIG:
+        if code == EXIT_BAD_CONFIG and not child.is_extra:
             return self._give_up(child, f"{what}: its configuration is wrong, as it said", EXIT_BAD_CONFIG, now)
-        if code >= 0 and not child.was_ready:
+        if code >= 0 and not child.was_ready and not child.is_extra:
             return self._give_up(child, f"{what} before it served. Its last words:\n{last_words}", 1, now)
         if child.num_quick_failures >= MAX_QUICK_FAILURES and not self._serving:
             text = f"{what}, {MAX_QUICK_FAILURES} times in a row; giving up. Its last words:\n{last_words}"
@@ -185,7 +208,7 @@ class Supervisor:
         return self.peer_lost_s * (4 if child.name.startswith(ROUTER_NAME) else 1)
 
     def _stage_open(self, stage: int) -> bool:
-        return all(child.was_ready for child in self.children.values() if child.stage < stage)
+        return all(child.was_ready or child.is_extra for child in self.children.values() if child.stage < stage)
 
     def _give_up(self, child: Child, text: str, exit_code: int, now: float) -> list[Action]:
         child.state = ChildState.ENDED
@@ -239,7 +262,8 @@ class Supervisor:
         for child in self.children.values():
             assert (child.ready_at is not None) or child.state is not ChildState.READY
             if self.phase is Phase.RUNNING:
-                assert child.state not in (ChildState.STOPPING, ChildState.ENDED), "nobody stops before the end begins"
+                assert child.state is not ChildState.ENDED, "nobody is over before the end begins"
+                assert child.retired or child.state is not ChildState.STOPPING, "nobody stops before that, unasked"
                 assert not child.alive or self._stage_open(child.stage), "stages start in order"
             else:
                 assert child.state is not ChildState.WAITING, "nobody starts after the end began"

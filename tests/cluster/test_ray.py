@@ -95,6 +95,35 @@ def test_gpus_of_a_node_are_one_host_s_and_pairs_are_near(hosts: Any) -> None:
     assert all(set(gpus[i].split(",")).isdisjoint(gpus[i + 1].split(",")) for i in (0, 2))
 
 
+def test_a_pool_grows_goes_to_zero_and_comes_back(hosts: Any, tmp_path: Path) -> None:
+    cluster, workers = hosts
+    model = tiny_model("llama")
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of the cluster, long enough")
+    options = ("--elastic=1", "--elastic-max=2", "--pool-min=0", "--pool-idle-s=5", "--max-num-seqs=2")
+    where = (f"--cluster-secret-file={secret}", "--device=cpu", f"--ray={cluster.address}", "--node-wait-s=300")
+
+    def num_nodes() -> int:
+        return sum(len(nodes_of(raylet_of(host))) for host in workers)
+
+    with (
+        running_redis() as redis,
+        RealCluster(model, *options, *where, f"--redis-url={redis.url}", start_s=4 * PATIENCE_S) as served,
+    ):
+        served.wait_until_ready(1, 4 * PATIENCE_S)
+        with SteadyLoad(served.url, model, num_clients=12) as load:
+            load.wait_for_more()
+            wait_until(lambda: num_nodes() == 2, "another node", 4 * PATIENCE_S)
+            served.wait_until_ready(2, 4 * PATIENCE_S)
+            load.wait_for_more()
+        wait_until(lambda: num_nodes() == 0, "an idle cluster to go to zero", 4 * PATIENCE_S)
+        assert httpx.get(f"{served.url}/ready").status_code == 503
+        body = {"model": model.name, "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+        answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=300)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 4
+
+
 def test_a_host_that_is_killed_costs_no_request(hosts: Any, tmp_path: Path) -> None:
     cluster, workers = hosts
     model = tiny_model("llama")

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from tandem.deploy.launch.supervisor import (
+    EXIT_BAD_CONFIG,
     FIRST_BACKOFF_S,
     MAX_BACKOFF_S,
     MAX_QUICK_FAILURES,
@@ -223,6 +224,35 @@ def test_stopping_before_anything_started_ends_at_once(supervisor: Supervisor) -
     assert (supervisor.phase, supervisor.exit_code) == (Phase.ENDED, 0)
 
 
+def test_a_node_that_is_added_is_tried_again_and_holds_nobody_up(supervisor: Supervisor) -> None:
+    bring_up(supervisor)
+    supervisor.add("decode-1", 0)
+    assert Start("decode-1") in supervisor.tick(1)
+    supervisor.exited("router", -9, 2)
+    assert Start("router") in supervisor.tick(2 + FIRST_BACKOFF_S), "it does not wait for the new one"
+    for code in (EXIT_BAD_CONFIG, 1):
+        (report,) = supervisor.exited("decode-1", code, 3)
+        assert "starting it again" in getattr(report, "text", "")
+        supervisor.children["decode-1"].start_at = 3
+        assert Start("decode-1") in supervisor.tick(3)
+    assert supervisor.phase is Phase.RUNNING
+
+
+def test_a_node_that_is_retired_drains_and_is_forgotten(supervisor: Supervisor) -> None:
+    bring_up(supervisor)
+    assert supervisor.retire("decode", 1) == [Terminate("decode")]
+    assert supervisor.retire("decode", 2) == []
+    assert run_quietly(supervisor, 2, 1 + DRAIN_S + STOP_MARGIN_S, ("prefill", "router")) == [], "it need not beat"
+    (kill,) = run_quietly(supervisor, 1 + DRAIN_S + STOP_MARGIN_S, 33, ("prefill", "router"))
+    assert isinstance(kill, Kill)
+    (report,) = supervisor.exited("decode", -9, 34)
+    assert isinstance(report, Report)
+    assert "decode" not in supervisor.children
+    supervisor.exited("prefill", -9, 35)
+    assert supervisor.retire("prefill", 35) == []
+    assert "prefill" not in supervisor.children, "it waited for its next start"
+
+
 def test_random_histories_always_end(supervisor: Supervisor) -> None:
     for seed in range(300):
         rng = random.Random(seed)
@@ -233,13 +263,18 @@ def test_random_histories_always_end(supervisor: Supervisor) -> None:
         for _ in range(60):
             now += rng.random() * 2
             alive = [child.name for child in machine.children.values() if child.alive]
-            event = rng.choice(["tick", "tick", "ready", "exit", "beat", "stop" if rng.random() < 0.1 else "tick"])
+            ends = "stop" if rng.random() < 0.1 else "tick"
+            event = rng.choice(["tick", "tick", "ready", "exit", "beat", "retire", "add", ends])
             if event == "ready" and alive:
                 machine.ready(rng.choice(alive), now)
             elif event == "exit" and alive:
                 machine.exited(rng.choice(alive), rng.choice([0, 1, -9]), now)
-            elif event == "beat":
-                machine.beat(rng.choice("abc"), now)
+            elif event == "beat" and alive:
+                machine.beat(rng.choice(alive), now)
+            elif event == "retire" and machine.children:
+                machine.retire(rng.choice(list(machine.children)), now)
+            elif event == "add" and machine.phase is Phase.RUNNING and "d" not in machine.children:
+                machine.add("d", 0)
             elif event == "stop" and machine.phase is not Phase.ENDED:
                 machine.stop(now)
             else:

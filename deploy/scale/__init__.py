@@ -1,0 +1,1 @@
+"""Pools of nodes that grow and shrink with what a cluster reports (docs/scaling.md)."""
