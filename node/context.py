@@ -62,7 +62,7 @@ class NodeContext:
             self.is_settled,
             self.whole_up_to,
         )
-        scheduler = self._make_scheduler(handoffs.source.prompts if pushes_prompts else None, handoffs.puller)
+        scheduler = self._make_scheduler(handoffs.source.prompts if pushes_prompts else None, handoffs)
         max_queue = self.options.scheduler.max_queue
         leaning = OwnLeaning(self.options.leaning or "unified", self.clock.now())
         return kind(self.info, self._make_book(), scheduler, self.pool, max_queue, handoffs, self.precise, leaning)
@@ -72,7 +72,7 @@ class NodeContext:
         kinds = frozenset({"encoder"} if config.encoder else () if media is None else media.kinds)
         return RequestBook(config.vocab_size, self.loaded.max_model_len, self.pool.shares, kinds, config.encoder)
 
-    def _make_scheduler(self, connector: KVConnectorScheduler | None, tiers: LowerTiers) -> Scheduler:
+    def _make_scheduler(self, connector: KVConnectorScheduler | None, handoffs: Handoffs) -> Scheduler:
         cache, loaded = self.options.cache, self.loaded
         identity_key = loaded.identity.key()
         return Scheduler(
@@ -87,7 +87,8 @@ class NodeContext:
                 limits_prompt_work=self.options.role != "prefill",
                 connector=connector,
                 prompt_order=self._prompt_order(),
-                tiers=tiers,
+                tiers=handoffs.puller,
+                shares=handoffs.shares,
                 clock=self.clock,
                 num_adapter_slots=0 if loaded.adapters is None else loaded.adapters.num_slots,
             ),

@@ -24,6 +24,7 @@ from tandem.kv_connector.protocol.outcomes import Fetched, NotFetched, SinkOutco
 from tandem.kv_connector.protocol.peer_effects import Fenced
 from tandem.kv_connector.pulls.puller import Puller
 from tandem.kv_connector.pulls.server import PullServer
+from tandem.kv_connector.pulls.shares import SharedPrompts
 from tandem.kv_connector.sink.manager import SinkManager
 from tandem.kv_connector.source.manager import SourceManager
 
@@ -50,6 +51,7 @@ class Handoffs:
         self.source = SourceManager(info, keys, pool, options, whole_up_to)
         self.sink = SinkManager(info, keys, pool, options, is_settled)
         self.puller = Puller(info, pool, self.sink, tiers, options, compute_rate)
+        self.shares = SharedPrompts(info, pool, self.sink, self.source, options, compute_rate)
         self.pull_server = PullServer(info, pool, self.source, tiers, options)
         self._connects: list[PeerRef] = []
         self._effects: list[Effect] = []
@@ -66,8 +68,10 @@ class Handoffs:
             self.sink.drop_foreign()  # the sender is a router
         elif isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
             self.sink.on_message(sender, message, now)
+            if isinstance(message, KVClaim):
+                self.shares.on_claim(message.key)
         elif isinstance(message, KVLayers):
-            self.puller.on_layers(sender, message)
+            self.shares.on_layers(sender, message)
         elif isinstance(message, KVPull):
             self.pull_server.on_pull(sender, message, now)
         else:
@@ -77,6 +81,7 @@ class Handoffs:
         self.sink.peers.connected(info)
         self.source.peers.connected(info)
         self.puller.peer_connected(info)
+        self.shares.peer_connected(info)
 
     def peer_lost(self, peer: NodeKey, is_alive: bool, now: float) -> None:
         if is_alive:
@@ -86,6 +91,7 @@ class Handoffs:
         self.sink.peers.lost(peer)
         self.pull_server.peer_lost(peer)
         self.puller.peer_lost(peer)
+        self.shares.peer_lost(peer)
 
     def peer_refused(self, ref: PeerRef, reason: str) -> None:
         self.source.peers.lost(ref.key, f"{outcomes.SINK_REFUSED}: {reason}")
@@ -99,6 +105,7 @@ class Handoffs:
 
     def on_tick(self, now: float) -> None:
         self.puller.on_tick(now)
+        self.shares.on_tick(now)
         self.pull_server.on_tick(now)
         self.source.on_tick(now)  # first: a deadline that passes is told to the peer as such, not as a cancel
         self.sink.on_tick(now)
@@ -106,12 +113,14 @@ class Handoffs:
     # --- out ------------------------------------------------------------------------------------------------
 
     def next_end(self) -> SourceOutcome | SinkOutcome | None:
-        """The oldest end of a hand-off that was not asked for yet; None if there is none. Ends of pulls are dealt with
-        here."""
+        """The oldest end of a hand-off that was not asked for yet; None if there is none. Ends of pulls, and
+        of chunks of shared prompts, are dealt with here."""
         self._collect()
         while self._ends:
             ended = self._ends.popleft()
-            if isinstance(ended, Fetched | NotFetched):
+            if self.shares.on_outcome(ended):
+                self._collect()
+            elif isinstance(ended, Fetched | NotFetched):
                 self.puller.on_outcome(ended)
             elif isinstance(ended, SinkOutcome) or not self.pull_server.on_outcome(ended):
                 return ended
@@ -124,27 +133,30 @@ class Handoffs:
         return effects
 
     def drain_outbox(self) -> list[tuple[NodeKey, Message]]:
-        return self.puller.drain_outbox() + self.pull_server.drain_outbox()
+        return self.puller.drain_outbox() + self.shares.drain_outbox() + self.pull_server.drain_outbox()
 
     def drain_connects(self) -> list[PeerRef]:
         connects, self._connects = self._connects, []
-        return connects + self.puller.drain_connects()
+        return connects + self.puller.drain_connects() + self.shares.drain_connects()
 
     def counters(self) -> dict[str, float]:
         return {
             **self.source.counters.as_dict(),
             **self.sink.counters.as_dict(),
             **self.puller.as_counters(),
+            **self.shares.as_counters(),
             "pull_served_blocks": float(self.pull_server.num_served_blocks),
         }
 
     @property
     def is_idle(self) -> bool:
-        return self.source.ledger.is_idle and self.sink.ledger.is_idle and self.pull_server.is_idle
+        is_idle = self.source.ledger.is_idle and self.sink.ledger.is_idle
+        return is_idle and self.pull_server.is_idle and self.shares.is_idle
 
     def check_integrity(self) -> None:
         self.source.check_integrity()
         self.sink.check_integrity()
+        self.shares.check_integrity()
 
     def _collect(self) -> None:
         for effect in [*self.source.drain_effects(), *self.sink.drain_effects()]:

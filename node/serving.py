@@ -28,7 +28,7 @@ from tandem.kv_connector.protocol.outcomes import (
     SourceOutcome,
     failure_code,
 )
-from tandem.kv_connector.pulls.computing import PrefixComputer
+from tandem.kv_connector.pulls.helping import PromptHelper
 from tandem.node.adapters import AdapterDesk
 from tandem.node.control.events import NOTHING, ControlEvent, Found, PeerLost, PeerRefused, PeerUp, Received
 from tandem.node.departures import Departures
@@ -63,7 +63,7 @@ class ServingNode:
         self.num_precise = 0
         self.leaning = leaning or OwnLeaning()
         self.departures = Departures(handoffs.source, scheduler, book)
-        self.prefixes = PrefixComputer(info, handoffs.source, handoffs.puller, scheduler.state)
+        self.helper = PromptHelper(info, handoffs.source, handoffs.shares, scheduler.state)
         self.adapters = AdapterDesk()
         self.draining = self._is_ending = False
 
@@ -88,7 +88,7 @@ class ServingNode:
             self.handoffs.connect(peer)
         if entry.submit.prefix is not None:
             self.handoffs.puller.want(entry.request, entry.submit.prefix)
-        self.handoffs.puller.want_computed(entry.request, entry.submit.helpers)
+        self.handoffs.shares.want(entry.request, entry.submit.helpers)
         self.scheduler.state.add(entry.request)
         self.book.accept(entry)
 
@@ -136,7 +136,6 @@ class ServingNode:
     def on_tick(self, now: float) -> None:
         self.handoffs.on_tick(now)
         self._take_ends(now)
-        self.prefixes.on_tick(now)
         self.departures.advance(now)
         for entry in self.book.expired(now):
             self.stop(entry, now)
@@ -172,7 +171,7 @@ class ServingNode:
         elif isinstance(message, Adapters):
             self.adapters.on_names(sender, message)
         elif isinstance(message, KVPull) and message.work is not None:
-            self.prefixes.begin(sender, message, message.work, not self.draining, now)
+            self.helper.begin(sender, message, message.work, not self.draining, now)
         else:
             self.handoffs.on_message(sender, message, now)
 
@@ -220,14 +219,15 @@ class ServingNode:
         while (ended := self.handoffs.next_end()) is not None:
             if isinstance(ended, SinkOutcome):
                 self.on_sink_outcome(ended)
-            elif not (self.departures.on_outcome(ended, now) or self.prefixes.on_outcome(ended)):
+            elif not self.departures.on_outcome(ended, now):
                 self._prompt_ended(ended, now)
-        for request in self.handoffs.puller.early.drain_disproved():
+        for request in self.handoffs.shares.drain_disproved():
             self._disprove(request, now)
 
     def _disprove(self, request: Request, now: float) -> None:
-        """Ends a request that has begun behind KV which a peer was to compute, and did not. Nothing of it was told."""
-        text = "the node that computed the prompt's beginning did not bring it to its end"
+        """Ends a request, or a share of another node's, whose prompt other nodes were to compute, too, and did not.
+        Nothing of it was told."""
+        text = "a node that computed chunks of the prompt did not bring them to their end"
         entry = self.book.fail(request.key, "handoff_failed", text, retryable=True)
         if entry is not None:
             self.stop(entry, now)
@@ -265,7 +265,7 @@ class ServingNode:
             *self.adapters.drain_outbox(),
             *self.book.drain_outbox(),
             *self.handoffs.drain_outbox(),
-            *self.prefixes.drain_outbox(),
+            *self.helper.drain_outbox(),
             *self.departures.drain_outbox(),
         ]
 

@@ -264,6 +264,9 @@ class BlockPool:
             del self._cooling[step]
         self._publication.completed(step_id)
 
+    def has_completed(self, step_id: int) -> bool:
+        return step_id <= self._newest_completed
+
     def step_failed(self, step_id: int) -> None:
         """Drops the hashes of blocks that step `step_id`, which wrote nothing, or a later step should have filled.
         Any sequence that holds blocks may hold some of those, so all of them must end."""

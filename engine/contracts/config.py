@@ -295,7 +295,7 @@ class RouterOptions:
         Share, "move running sequences to a decode node whose KV pool is less full by this share of it (0: off)"
     ] = 0.0
     prefill_nodes_per_prompt: Annotated[
-        int, Meta(ge=1, le=16), "nodes of one host that may compute a long prompt together while they are idle"
+        int, Meta(ge=1, le=16), "nodes of one host that may compute a long prompt together (docs/pipelined_prompts.md)"
     ] = 1
     local_tail_tokens: Annotated[
         Count, "uncached prompt tails of up to so many tokens are the decode node's where it is done sooner"

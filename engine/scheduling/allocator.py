@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tandem.engine.blocks.pool import BlockPool
@@ -101,17 +101,15 @@ class KVAllocator:
             return self.num_blocks_for(request.max_num_tokens) - len(request.block_ids)
         return self.num_blocks_for_beams(request) - len(request.block_ids)
 
-    def start(self, request: Request, hits: list[int], num_external_tokens: int, coming: Sequence[int] = ()) -> bool:
+    def start(self, request: Request, hits: list[int], num_external_tokens: int) -> bool:
         """Gives a request without blocks its cached prefix and, for tokens to be loaded, blocks that may be written
-        from outside: `coming`, if somebody does that already. False and no change when there are too few."""
+        from outside. False and no change when there are too few."""
         assert not request.block_ids
         began = self._now()
         self.pool.touch(hits)
         num_computed_tokens = len(hits) * self.block_size + num_external_tokens
         num_loaded = self.num_blocks_for(num_computed_tokens) - len(hits)
-        assert len(coming) in (0, num_loaded), "the blocks of just these tokens are on their way"
-        self.pool.touch(coming)
-        loaded = list(coming) or self.pool.allocate_grantable(num_loaded)
+        loaded = self.pool.allocate_grantable(num_loaded)
         self.seconds += self._now() - began
         if loaded is None:
             self.pool.free(hits, None)
@@ -121,15 +119,16 @@ class KVAllocator:
         request.num_registered_blocks = len(hits)
         return True
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
+    def grow(self, request: Request, num_tokens: int, for_anybody: bool = False) -> bool:
         """Gives `request` blocks for `num_tokens` tokens in all, if need be after other holds of blocks gave theirs
-        back. False, and no change to the request, when there are too few."""
+        back. `for_anybody`: other nodes may write them, too. False, and no change to the request, when there are too
+        few."""
         missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if missing <= 0:
             return True
         began = self._now()
         self.pool.reservations.make_room(missing, Kind.RUN)
-        blocks = self.pool.allocate(missing)
+        blocks = self.pool.allocate_grantable(missing) if for_anybody else self.pool.allocate(missing)
         self.seconds += self._now() - began
         if blocks is None:
             return False

@@ -20,7 +20,7 @@ from tandem.engine.scheduling import stop
 from tandem.engine.scheduling.allocator import KVAllocator
 from tandem.engine.scheduling.beams.search import BeamSearch
 from tandem.engine.scheduling.clock import StepClock
-from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers, NoTiers
+from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers, NoShares, NoTiers, PromptShares
 from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder
 from tandem.engine.scheduling.request import EngineEvent, FailedEvent, Request, RequestState
 from tandem.engine.scheduling.step_times import StepTimes
@@ -102,6 +102,7 @@ class SchedulerState:
         tiers: LowerTiers | None = None,
         clock: StepClock | None = None,
         num_adapter_slots: int = 0,
+        shares: PromptShares | None = None,
     ) -> None:
         """`root_for_salt`: where the chain of block hashes starts. `hash_block_size` 0: the block size.
         `limits_prompt_work`: heed `decode_prompt_budget` (decode nodes). `connector` sees mode "prefill" only.
@@ -120,6 +121,7 @@ class SchedulerState:
         self.connector = connector
         self.prompt_order = prompt_order or ArrivalOrder()
         self.tiers: LowerTiers = NoTiers() if tiers is None else tiers
+        self.shares: PromptShares = NoShares() if shares is None else shares
         self.queues = Queues(options.max_num_seqs, num_adapter_slots)
         self.step_times = StepTimes()  # measured when the device is warm
         self.num_preemptions = 0
@@ -170,6 +172,13 @@ class SchedulerState:
     def add_computed(self, request: Request, block_ids: Sequence[int], num_cached_tokens: int) -> bool:
         """The same for a prompt behind which nothing has been drawn yet; False: it can't run here, and has failed."""
         self._take_over(request, block_ids, num_cached_tokens)
+        return self._admit_or_fail([request])
+
+    def add_share(self, request: Request, block_ids: Sequence[int]) -> bool:
+        """Takes in a share of a prompt that other nodes compute, too, with all its blocks, one reference to each
+        included. False: it can't run here, and has failed."""
+        self._adopt(request)
+        request.block_ids = list(block_ids)
         return self._admit_or_fail([request])
 
     def _take_over(self, request: Request, block_ids: Sequence[int], num_cached_tokens: int) -> None:
@@ -330,6 +339,7 @@ class SchedulerState:
         request.state = RequestState.FINISHED
         self.prompt_order.ended(request)
         self.tiers.ended(request)
+        self.shares.ended(request)
         block_ids = self.kv.detach(request)
         connector = self.connector if request.prompt.mode == "prefill" else None
         if connector is None or not connector.request_finished(request, block_ids):

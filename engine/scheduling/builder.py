@@ -65,8 +65,10 @@ class StepBuilder:
         return output, self._launched
 
     def _add_row(self, request: Request, row: PlannedRow) -> None:
-        start = request.num_computed_tokens
+        start = request.num_computed_tokens + row.num_skipped_tokens
         end = start + row.num_tokens
+        if row.num_skipped_tokens:
+            request.doubt()
         self._state.kv.check_writable(request, start, end)
         if row.is_new:
             request.has_stale_slot = False

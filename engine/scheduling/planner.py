@@ -32,6 +32,7 @@ class PlannedRow:
     is_prompt: bool
     is_new: bool  # enters its slot with this row
     num_external_tokens: int = 0
+    num_skipped_tokens: int = 0  # before its own: others compute them, into blocks of this request
 
 
 @dataclass(slots=True)
@@ -115,19 +116,23 @@ class StepPlanner:
             plan.put(request, PlannedRow(1, is_prompt=False, is_new=request.has_stale_slot))
 
     def _plan_chunk(self, plan: StepPlan, request: Request) -> None:
-        num_tokens = self._chunk(plan, request)
-        if num_tokens and self._make_room(plan, request, request.num_computed_tokens + num_tokens):
-            plan.put(request, PlannedRow(num_tokens, is_prompt=True, is_new=False))
+        row = self._chunk(plan, request, is_new=False)
+        end = request.num_computed_tokens + row.num_skipped_tokens + row.num_tokens
+        if row.num_tokens and self._make_room(plan, request, end):
+            plan.put(request, row)
 
-    def _chunk(self, plan: StepPlan, request: Request) -> int:
-        """Number of tokens of the next chunk, within budget and chunk limit. The chunk ends on a block boundary, unless
-        it is the last or the limit is below a block."""
-        todo = request.num_uncomputed_tokens
+    def _chunk(self, plan: StepPlan, request: Request, is_new: bool, num_external_tokens: int = 0) -> PlannedRow:
+        """The row of the next chunk, within budget and chunk limit. The chunk ends on a block boundary, unless it is
+        the last or the limit is below a block."""
+        start, end = request.num_computed_tokens, request.num_launched_tokens
+        if request.has_help:
+            start, end = self._state.shares.next_part(request, plan.num_prompt_tokens_left) or (start, start)
+        todo, size = end - start, self._state.block_size
         limit = min(plan.num_prompt_tokens_left, self._options.max_prefill_chunk or todo)
-        if todo <= limit or limit < self._state.block_size:
-            return min(todo, limit)
-        end = (request.num_computed_tokens + limit) // self._state.block_size * self._state.block_size
-        return end - request.num_computed_tokens if end > request.num_computed_tokens else limit
+        num_tokens = min(todo, limit)
+        if size <= limit < todo and (start + limit) // size * size > start:
+            num_tokens = (start + limit) // size * size - start
+        return PlannedRow(num_tokens, True, is_new, num_external_tokens, start - request.num_computed_tokens)
 
     def _make_room(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
         """Gets blocks for `num_tokens` tokens, if need be by preempting less important requests. False: not in this
@@ -156,10 +161,10 @@ class StepPlanner:
         return True
 
     def _preemptable(self) -> list[Request]:
-        """Requests that hold blocks, but not those that are being handed off: transfers may read their blocks, and
-        they need no more than they have."""
+        """Requests that hold blocks, but not those that are being handed off, or that several nodes compute: transfers
+        may read their blocks, and they need no more than they have."""
         holders = [r for r in (*self._queues.running, *self._queues.waiting) if r.block_ids]
-        return [r for r in holders if r.prompt.mode != "prefill" and not r.is_paused]
+        return [r for r in holders if r.prompt.mode != "prefill" and not (r.is_paused or r.has_help)]
 
     # --- prompts, begun and waiting -------------------------------------------------------------------------
 
@@ -169,16 +174,16 @@ class StepPlanner:
         if plan.preempted or not waiting or not self._may_have_slot(waiting[0]):  # nor may any after it
             waiting = []
         waiting = [
-            r for r in self._with_adapters(waiting) if not (r.block_ids or r.candidates) and self._may_have_slot(r)
+            r
+            for r in self._with_adapters(waiting)
+            if not ((r.block_ids and not r.has_help) or r.candidates) and self._may_have_slot(r)
         ]
         if plan.rows and (started or waiting) and self._state.limits_prompt_work:
             plan.prompt_budget = self._budget.beside(plan.rows, (*started, *waiting))
         arranged = self._state.prompt_order.arrange(started, waiting, self._state.kv.num_cached_tokens)
         chunk = self._options.contended_prefill_chunk
         # A long step would make the next prompt to come wait; and a prompt that is late anyway needs no long steps.
-        # One that several nodes compute is cut into as many steps as there are nodes: each waits for the one before it.
-        is_shared = any(request.has_help for request in arranged)
-        if chunk and (len(arranged) > 1 or (self._state.prompt_order.has_late and not is_shared)):
+        if chunk and (len(arranged) > 1 or self._state.prompt_order.has_late):
             plan.prompt_budget = min(plan.prompt_budget, chunk)
         admission = Admission()
         for request in arranged:
@@ -191,7 +196,7 @@ class StepPlanner:
 
     def _resume_committed(self, plan: StepPlan) -> None:
         """Starts a request that holds its KV already, before all others: it needs a slot and at most one block."""
-        for request in [r for r in self._with_adapters(self._queues.waiting) if r.block_ids]:
+        for request in [r for r in self._with_adapters(self._queues.waiting) if r.block_ids and not r.has_help]:
             if not self._may_have_slot(request) or plan.budget < 1:
                 return
             if self._queues.adapters.may_take(request.prompt.adapter) and self._kv.grow(request, request.num_tokens):
@@ -220,6 +225,9 @@ class StepPlanner:
             return
         if not self._queues.adapters.may_take(request.prompt.adapter):  # others have taken the last
             return
+        if request.block_ids:  # a share of another node's prompt, which lacks no room
+            self._start_share(plan, request, admission)
+            return
         if not ((admission.is_open and admission.num_passed_by < MAX_PASSED_BY) or self._is_granted(request)):
             return
         if request.num_in_flight:
@@ -246,22 +254,33 @@ class StepPlanner:
         num_loaded = self._ask_tiers(plan, request, hits, num_external)
         if num_external is None or num_loaded is None:
             return False
-        coming = self._state.tiers.on_their_way(request) if num_loaded else ()
-        if not self._kv.start(request, hits, num_external + num_loaded, coming):
+        if not self._kv.start(request, hits, num_external + num_loaded):
             return False
         self._leave_tiers(request, len(hits), num_loaded // self._state.block_size)
         if not request.was_started:
             request.was_started = True
             request.num_cached_tokens = min(num_hit + num_loaded, request.num_prompt_tokens)
             self._state.count_start(request)
-        num_tokens = self._chunk(plan, request)
+        if request.has_help and not self._kv.grow(request, request.num_tokens, for_anybody=True):
+            request.go_alone()  # a launched step may still write what is free
+        row = self._chunk(plan, request, True, num_external)
         # A prompt to be handed off never waits for a block half way, see _preemptable.
-        needed = request.num_tokens if request.prompt.mode == "prefill" else request.num_computed_tokens + num_tokens
-        grown = self._kv.grow(request, needed)
+        whole = request.prompt.mode == "prefill"
+        grown = self._kv.grow(request, request.num_tokens if whole else request.num_computed_tokens + row.num_tokens)
         assert grown, "room was checked"
         self._take_slot(plan, request)
-        plan.put(request, PlannedRow(num_tokens, is_prompt=True, is_new=True, num_external_tokens=num_external))
+        plan.put(request, row)
         return True
+
+    def _start_share(self, plan: StepPlan, request: Request, admission: Admission) -> None:
+        """Starts a share of another node's prompt, which has all its blocks, when what comes before has begun to
+        come."""
+        row = self._chunk(plan, request, is_new=True)
+        if row.num_tokens:
+            self._take_slot(plan, request)
+            plan.put(request, row)
+        else:
+            admission.num_passed_by += 1
 
     def _may_have_slot(self, request: Request) -> bool:
         return bool(self._queues.free_slots or who_gives_way(self._queues.running, request))

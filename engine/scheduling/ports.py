@@ -99,10 +99,6 @@ class LowerTiers(Protocol):
         take from a cache, `hits` the blocks that the pool has of them. How many tokens after the hits are loaded under
         its first step (0 unless `runs_alone`), or None: something is being loaded that it will find, ask again."""
 
-    def on_their_way(self, taker: Taker) -> Sequence[int]:
-        """The blocks of what `prepare` has just promised, where somebody writes them already; (): `taker` is to take
-        free ones."""
-
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         """`request` starts with the next step, which loads these blocks. They are its own, and were grantable."""
 
@@ -121,14 +117,38 @@ class LowerTiers(Protocol):
     def check_integrity(self) -> None: ...
 
 
+class PromptShares(Protocol):
+    """Prompts that several nodes compute, chunk by chunk. Called from the step loop only; never blocks."""
+
+    def next_part(self, request: Request, room: int) -> tuple[int, int] | None:
+        """Called whenever `request`, which has help, could have a row, of about `room` tokens; it has all its blocks.
+        (begin, end) of the tokens that are to be computed here next, after those that others compute; None: not yet.
+        May find that the request goes alone."""
+
+    def step_meta(self, step_id: int, meta: StepMeta | None) -> StepMeta | None:
+        """The step's connector metadata, with chunks that leave and come."""
+
+    def ended(self, request: Request) -> None:
+        """Called when any request leaves the scheduler for good, with its blocks."""
+
+
+class NoShares:
+    """PromptShares of a node that computes all its prompts alone."""
+
+    def next_part(self, request: Request, room: int) -> tuple[int, int] | None:
+        raise AssertionError("nobody helps")
+
+    def step_meta(self, step_id: int, meta: StepMeta | None) -> StepMeta | None:
+        return meta
+
+    def ended(self, request: Request) -> None: ...
+
+
 class NoTiers:
     """LowerTiers of a node that has none."""
 
     def prepare(self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
         return 0
-
-    def on_their_way(self, taker: Taker) -> Sequence[int]:
-        return ()
 
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         raise AssertionError("there is nothing to load")

@@ -136,12 +136,12 @@ class SlackOrder:
 
 def who_gives_way(running: list[Request], request: Request) -> list[Request]:
     """The requests that `request` may preempt, the least important first. `running` is in the order of sort keys, so
-    that nobody is looked at where none is less important. A request that is being handed off is not among them, since
-    transfers may read its blocks."""
+    that nobody is looked at where none is less important. A request that is being handed off is not among them, nor one
+    that several nodes compute, since transfers may read its blocks."""
     return [
         other
         for other in takewhile(lambda each: each.priority > request.priority, reversed(running))
-        if other.num_yields < MOST_YIELDS and other.prompt.mode != "prefill" and not other.is_paused
+        if other.num_yields < MOST_YIELDS and other.prompt.mode != "prefill" and not (other.is_paused or other.has_help)
     ]
 
 

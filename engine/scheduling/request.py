@@ -100,7 +100,7 @@ class Request:
     is_paused: bool = False  # keeps its slot and blocks and gets no rows: its KV is being handed to another node
     # Some of its KV came from a peer and is not verified yet: nobody else may find its blocks, its tokens are withheld.
     is_doubtful: bool = False
-    has_help: bool = False  # other nodes compute parts of its prompt at the same time
+    has_help: bool = False  # other nodes compute chunks of its prompt, in its blocks or for it: it keeps them all
     was_started: bool = False
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by prompt position, until complete
     prompt_logprobs_sent: bool = False
@@ -124,6 +124,9 @@ class Request:
 
     def get_help(self) -> None:
         self.has_help = True
+
+    def go_alone(self) -> None:
+        self.has_help = False
 
     def doubt(self) -> None:
         self.is_doubtful = True

@@ -65,7 +65,7 @@ class Scheduler:
         self.state.prompt_order.launched(prompts)
         self.state.clock.launched(step_id, output.num_tokens, launched.num_prompt_tokens)
         meta = None if self.state.connector is None else self.state.connector.build_connector_meta(output)
-        meta = self.state.tiers.step_meta(step_id, meta)
+        meta = self.state.shares.step_meta(step_id, self.state.tiers.step_meta(step_id, meta))
         return output if meta is None else msgspec.structs.replace(output, connector_meta=meta)
 
     @property

@@ -1,14 +1,12 @@
 """Pulls prefixes of prompts from peers that have them cached, and holds blocks for the requests meanwhile. Pure.
 
     WANTED ──asked──> ASKED ──Fetched──> HELD ──the request starts, ends or gives way──> OVER
-       │                ├ its layers come, the request runs alone ──> EARLY ──Fetched──────^
        └ not worth it, nothing missing ─┴ NotFetched, given up ─────────────────────────────^
 
 Stands before a node's own tiers in the planner's eyes (LowerTiers of engine/scheduling/ports.py): a request that waits
 for a pull is outside of the batch. What was pulled is registered under this node's own hashes of the request's tokens,
 and found by the request, and by others, as if it had been computed here. A request never fails because of a pull: it
-computes what it does not find. The exception is EARLY: what it has computed behind KV that did not come, or came wrong,
-is void. docs/pulls.md and docs/pipelined_prompts.md tell the protocol.
+computes what it does not find. docs/pulls.md tells the protocol.
 """
 
 from __future__ import annotations
@@ -24,21 +22,15 @@ from tandem.engine.contracts.hashing import num_public_blocks
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.tenants import tenant_of_block
-from tandem.engine.contracts.wire.handoff import KVLayers, KVPull
+from tandem.engine.contracts.wire.handoff import KVPull
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, PrefixHint
 from tandem.engine.scheduling.ports import LowerTiers, Taker
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.step import StepMeta
 from tandem.kv_connector.protocol.outcomes import DEADLINE, Fetched, NotFetched
-from tandem.kv_connector.pulls.early import EarlyStarts
 from tandem.kv_connector.pulls.rates import PullRates
 from tandem.kv_connector.pulls.record import Pull, PullCounters, PullStage
-from tandem.kv_connector.pulls.segments import divide
 from tandem.kv_connector.sink.manager import SinkManager
-from tandem.kv_connector.tiers.jobs import with_loads
-
-# How long a request waits at least for a peer that computes its beginning: as long as a step of very many tokens takes.
-LEAST_PATIENCE_S = 10.0  # a guess
 
 
 class Puller:
@@ -58,11 +50,8 @@ class Puller:
         self.counters = PullCounters()
         self.rates = PullRates()
         self.compute_rate = compute_rate
-        self.early = EarlyStarts(sink)
         self._pool, self._sink, self._below = pool, sink, below
         self._cache, self._timeouts = options.cache, options.timeouts
-        most = options.scheduler.max_num_batched_tokens
-        self._most_tokens = min(most, options.scheduler.max_prefill_chunk or most)  # of a step
         self._pulls: dict[Taker, Pull] = {}
         self._by_key: dict[AttemptKey, Pull] = {}
         self._moving: set[bytes] = set()
@@ -80,19 +69,11 @@ class Puller:
         if self._pool.enable_caching and hint.peer.node_id != self.info.node_id:
             self._pulls[request] = Pull(request, hint)
 
-    def want_computed(self, request: Request, helpers: Sequence[PeerRef]) -> None:
-        """Notes that peers may compute the beginning of `request` while its end is computed here. Must be called before
-        the scheduler gets `request`."""
-        if helpers and self._pool.enable_caching and self.info.node_id not in [each.node_id for each in helpers]:
-            request.get_help()
-            self._pulls[request] = Pull(request, PrefixHint(helpers[-1], 0), tuple(helpers[:-1]), is_computed=True)
-
     def prepare(self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
         """See LowerTiers. What this node has below is brought up first."""
         pull = self._pulls.get(taker)
         if pull is not None and pull.stage is PullStage.ASKED:
-            may_begin = self.early.may_begin(pull, hits, runs_alone)
-            return len(pull.wanted) * self._cache.block_size if may_begin else None
+            return None
         if len(hits) < len(hashes) and hashes[len(hits)] in self._moving:
             return None  # another request's pull brings it
         if pull is None or pull.stage is not PullStage.WANTED:
@@ -102,24 +83,14 @@ class Puller:
         self._ask(pull, hashes, hits)
         return None if pull.stage in (PullStage.WANTED, PullStage.ASKED) else 0
 
-    def on_their_way(self, taker: Taker) -> Sequence[int]:
-        pull = self._pulls.get(taker)
-        return self._sink.use_early(pull.key) if pull is not None and pull.stage is PullStage.ASKED else ()
-
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
-        pull = self._pulls.get(request)
-        if pull is None or pull.stage is not PullStage.ASKED or not self.early.begin(pull, block_ids):
-            self._below.load_with_step(request, block_ids, hashes)
-            return
-        self.counters.early += 1
-        self._pool.reservations.end(pull.hold)
+        self._below.load_with_step(request, block_ids, hashes)
 
     def step_meta(self, step_id: int, meta: StepMeta | None) -> StepMeta | None:
-        return with_loads(step_id, self._below.step_meta(step_id, meta), (), self.early.take_arriving())
+        return self._below.step_meta(step_id, meta)
 
     def started(self, taker: Taker, hashes: Sequence[bytes]) -> None:
-        if not self._is_early(taker):
-            self._forget(taker)
+        self._forget(taker)
         self._below.started(taker, hashes)
 
     def ended(self, taker: Taker) -> None:
@@ -134,9 +105,6 @@ class Puller:
     def on_outcome(self, outcome: Fetched | NotFetched) -> None:
         pull = self._by_key.pop(outcome.key, None)
         blocks = outcome.block_ids if isinstance(outcome, Fetched) else ()
-        if pull is not None and pull.stage is PullStage.EARLY:
-            self._end_early(pull, blocks)
-            return
         if pull is None:  # given up in the moment in which it came
             self._pool.free(blocks, None)
             return
@@ -144,21 +112,14 @@ class Puller:
         seconds, size = self._now - pull.asked_at, self._cache.block_size
         if not blocks:
             self.counters.failed += 1
-            if isinstance(outcome, NotFetched) and outcome.reason == DEADLINE and not pull.is_computed:
+            if isinstance(outcome, NotFetched) and outcome.reason == DEADLINE:
                 self.rates.measured(pull.hint.peer.node_id, len(pull.wanted) * size, seconds, self._now)
             self._let_go(pull)
             return
         self.counters.came(seconds, len(blocks) * size)
-        if not pull.is_computed:
-            self.rates.measured(pull.hint.peer.node_id, len(blocks) * size, seconds, self._now)
+        self.rates.measured(pull.hint.peer.node_id, len(blocks) * size, seconds, self._now)
         self._register(pull, blocks)
         pull.stage = PullStage.HELD
-
-    def on_layers(self, sender: NodeKey, message: KVLayers) -> None:
-        """Hears that layers of what a peer computes have come."""
-        pull, grant = self._by_key.get(message.key), self._sink.grant_of(message.key)
-        if pull is not None and grant is not None and grant.signature == message.grant_signature:
-            pull.has_begun |= sender == pull.hint.peer.key
 
     def peer_connected(self, info: NodeInfo) -> None:
         self._connected.add(info.key)
@@ -170,8 +131,7 @@ class Puller:
         """Ends the pulls from a peer that is gone or refuses this node. The sink may have reported their ends
         already."""
         self._connected.discard(peer)
-        of_peer = [each for each in self._by_key.values() if each.hint.peer.key == peer]
-        for pull in [each for each in of_peer if each.stage is not PullStage.EARLY]:  # whose end the sink reports
+        for pull in [each for each in self._by_key.values() if each.hint.peer.key == peer]:
             self.counters.failed += 1
             self._give_up(pull)
 
@@ -204,7 +164,7 @@ class Puller:
     def check_integrity(self) -> None:
         self._below.check_integrity()
         for pull in self._pulls.values():
-            is_asked = pull.stage in (PullStage.ASKED, PullStage.EARLY)
+            is_asked = pull.stage is PullStage.ASKED
             assert is_asked == (self._by_key.get(pull.key) is pull), "a pull is asked for or over"
             assert pull.held == [] or is_asked or pull.stage is PullStage.HELD, f"a pull that is {pull.stage} holds"
             for block_id in pull.held:
@@ -219,15 +179,11 @@ class Puller:
         """Asks the peer for the blocks, if that is worth it. Leaves the pull WANTED while others' pulls fill their
         share of the pool."""
         size, peer, first = self._cache.block_size, pull.hint.peer, len(hits)
-        if pull.is_computed:
-            num_nodes = len(pull.helpers) + 2
-            ends = divide(first * size, pull.request.num_tokens, num_nodes, self._most_tokens, size)
-            pull.hint = PrefixHint(peer, max(ends, default=0))
         wanted = hashes[first : pull.hint.num_tokens // size]
         compute = self.compute_rate.seconds
         if not wanted:
             pull.stage = PullStage.OVER
-        elif not pull.is_computed and not self.rates.is_worth(peer.node_id, compute, self._now):
+        elif not self.rates.is_worth(peer.node_id, compute, self._now):
             self.counters.declined += 1
             pull.stage = PullStage.OVER
         elif not self._pool.reservations.may_wait_with(first + len(wanted)):
@@ -246,11 +202,8 @@ class Puller:
             pull.key = AttemptKey(f"{request_id}/{self.info.node_id}/{next(self._numbers)}", attempt)
             self._by_key[pull.key] = pull
             patience = max(self._timeouts.pull_s, 2 * compute * size * len(wanted))
-            if pull.is_computed:
-                patience = max(LEAST_PATIENCE_S, 2 * patience)
             pull.asked_at, pull.deadline = self._now, self._now + patience
-            first_block = first if pull.is_computed else 0
-            self._sink.fetch(pull.key, peer, len(wanted), pull.deadline, self._now, first_block)
+            self._sink.fetch(pull.key, peer, len(wanted), pull.deadline, self._now)
             if pull.hint.peer.key in self._connected:
                 self._send(pull)
             else:
@@ -266,25 +219,8 @@ class Puller:
             first_block=pull.first,
             block_hashes=b"".join(pull.hashes),
             deadline_s=max(0.0, pull.deadline - self._now),
-            work=pull.work(self._cache.block_size) if pull.is_computed else None,
         )
         self._outbox.append((pull.hint.peer.key, message))
-
-    def _is_early(self, taker: Taker) -> bool:
-        return taker in self._pulls and self._pulls[taker].stage is PullStage.EARLY
-
-    def _end_early(self, pull: Pull, blocks: Sequence[int]) -> None:
-        """Ends the pull of a request that has begun before it was complete, and has these blocks, too."""
-        self._moving.difference_update(pull.wanted)
-        del self._pulls[pull.request]
-        if blocks:
-            self.counters.came(self._now - pull.asked_at, len(blocks) * self._cache.block_size)
-            self._register(pull, blocks)
-            pull.request.trust()
-        else:
-            self.counters.failed += 1
-            self.early.disprove(pull.request)
-        self._let_go(pull)
 
     def _register(self, pull: Pull, blocks: Sequence[int]) -> None:
         """Registers pulled blocks in the pool's table. A block that others have put there meanwhile stays, and is held

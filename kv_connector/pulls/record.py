@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tandem.engine.blocks.reservations import Hold
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.durations import note_duration
-from tandem.engine.contracts.wire.parts import PeerRef, PrefixHint, PrefixWork
+from tandem.engine.contracts.wire.parts import PrefixHint
 from tandem.engine.scheduling.request import Request
 
 NOT_ASKED = AttemptKey("", 0)
@@ -19,7 +19,6 @@ class PullStage(enum.Enum):
 
     WANTED = "wanted"
     ASKED = "asked"
-    EARLY = "early"  # its request has started, and each layer waits for what is still on its way
     HELD = "held"  # found by hash, held until the request starts
     OVER = "over"  # holds nothing
 
@@ -31,9 +30,6 @@ class Pull:
 
     request: Request
     hint: PrefixHint
-    helpers: tuple[PeerRef, ...] = ()  # of the peer, if that is to compute
-    is_computed: bool = False  # the peer computes it now
-    has_begun: bool = False  # the first of its layers are here
     stage: PullStage = PullStage.WANTED
     key: AttemptKey = NOT_ASKED
     first: int = 0  # number of hits
@@ -43,17 +39,6 @@ class Pull:
     asked_at: float = 0.0
     deadline: float = 0.0
     resend_at: float = 0.0
-
-    def work(self, block_size: int) -> PrefixWork:
-        """What the peer is to compute."""
-        prompt, num_tokens = self.request.prompt, len(self.hashes) * block_size
-        return PrefixWork(
-            prompt.token_ids[:num_tokens].astype("<i4", copy=False).tobytes(),
-            self.helpers,
-            prompt.secrecy.salt,
-            min(prompt.secrecy.num_public_tokens, num_tokens),
-            prompt.secrecy.context,
-        )
 
     @property
     def wanted(self) -> list[bytes]:
@@ -68,7 +53,6 @@ class PullCounters:
     completed: int = 0
     failed: int = 0  # pulls that brought nothing: the peer had nothing, was busy or slow, or is gone
     declined: int = 0  # pulls not made because computing was expected to be faster
-    early: int = 0  # requests that began while what a peer computed for them was on its way
     tokens: int = 0  # tokens that pulls have brought, so that they need not be computed
     times: dict[str, float] = field(default_factory=lambda: {"pull_seconds": 0.0})  # from question to arrival
 

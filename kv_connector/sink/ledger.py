@@ -105,14 +105,15 @@ class SinkLedger:
 
     def unpin(self, record: SinkRecord) -> None:
         self.pool.free(record.hits, None)
+        self.pool.free(record.into, None)
         self.pool.reservations.end(record.hold)
-        record.hits, record.hold = [], None
+        record.hits, record.into, record.hold = [], [], None
 
     def grant(self, record: SinkRecord, blocks: list[int]) -> None:
         """Gives `blocks` to a record. From here on nobody can ask it to give back what it holds: its blocks become the
         request's, or wait in quarantine until they are safe."""
         self.pool.reservations.end(record.hold)
-        record.granted, record.hold = blocks, None
+        record.granted, record.into, record.hold = blocks, [], None
 
     def free_granted(self, record: SinkRecord, first: int = 0) -> None:
         """Gives back what was granted from index `first` on."""
@@ -156,9 +157,10 @@ class SinkLedger:
         assert len(self.records) == len(self.live) + len(self._tombstones)
         for record in self.records.values():
             state = record.machine.state
-            assert state not in OVER or not (record.hits or record.granted), f"{record.key} is over and holds blocks"
+            held = [*record.hits, *record.into, *record.granted]
+            assert state not in OVER or not held, f"{record.key} is over and holds blocks"
             assert state is not S.QUARANTINED or not record.hits, f"{record.key} is over and pins hits"
             can_give_back = bool(record.hits) and state in (S.EXPECTING, S.QUEUED)
             assert (record.hold is not None) == can_give_back, f"{record.key} is {state} and pins {record.hits}"
-            for block_id in (*record.hits, *record.granted):
+            for block_id in held:
                 assert self.pool.ref_count(block_id) > 0, f"{record.key} holds block {block_id}, which is free"

@@ -53,8 +53,8 @@ class SinkLine:
         """Takes a claim in. That of a pull says how much the source has; a repetition must say the same."""
         if record.kind is HandoffKind.PULL:
             num_blocks, rest = divmod(claim.num_prompt_tokens, self._ledger.block_size)
-            num_blocks -= record.first_block
-            fits = not rest and 0 < num_blocks <= record.most_blocks
+            least = len(record.into) or 1
+            fits = not rest and least <= num_blocks <= record.most_blocks
             if not fits or record.num_tokens not in (0, claim.num_prompt_tokens):
                 self._ledger.counters.foreign_messages += 1
                 return
@@ -74,7 +74,7 @@ class SinkLine:
     def settle(self, record: SinkRecord) -> None:
         """Queues a new claim, notes an end, grants what can be granted now. Must be called after every event."""
         if record.machine.state is S.QUEUED:
-            if record.kind is not HandoffKind.PROMPT and record not in self._pulls:
+            if record.kind is not HandoffKind.PROMPT and not record.is_held and record not in self._pulls:
                 self._pulls.append(record)
             elif record.kind is HandoffKind.PROMPT and record not in self._queue:
                 self._join(record)
@@ -138,6 +138,9 @@ class SinkLine:
     def _grant_pulls(self) -> None:
         self._pulls = [record for record in self._pulls if record.machine.state is S.QUEUED]
         for record in self._pulls:
+            if record.into:
+                self._grant(record, record.into)
+                continue
             self._ledger.pin(record)
             needed = record.num_blocks - len(record.hits)
             if needed > self._pool.num_free - self._headroom:
@@ -168,8 +171,9 @@ class SinkLine:
         return self._pool.num_blocks - self._pool.num_free > len(pinned)
 
     def _grant(self, record: SinkRecord, blocks: list[int]) -> None:
+        # What is computed chunk by chunk has as long as all of it.
+        record.lease_until = max(self._ledger.now + self._lease_s, record.deadline if record.into else 0.0)
         self._ledger.grant(record, blocks)
-        record.lease_until = self._ledger.now + self._lease_s
         record.grant = self._keys.sign_grant(
             KVGrant(
                 request_id=record.key.request_id,
@@ -179,7 +183,7 @@ class SinkLine:
                 source_epoch=record.machine.source_epoch,
                 sink_id=self._ledger.info.node_id,
                 sink_epoch=self._ledger.info.epoch,
-                first_block=record.first_block + len(record.hits),
+                first_block=len(record.hits),
                 block_ids=tuple(blocks),
                 num_prompt_tokens=record.num_tokens,
                 lease_s=self._lease_s,

@@ -6,7 +6,7 @@ Pure: decisions are put into `effects`; time comes in with each event.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tandem.engine.blocks.pool import BlockPool
@@ -91,28 +91,49 @@ class SinkManager:
         return num_cached
 
     def fetch(
-        self, key: AttemptKey, source: PeerRef, most_blocks: int, deadline: float, now: float, first_block: int = 0
+        self,
+        key: AttemptKey,
+        source: PeerRef,
+        most_blocks: int,
+        deadline: float,
+        now: float,
+        into: Sequence[int] = (),
+        is_held: bool = False,
     ) -> None:
         """Expects `source` to claim up to `most_blocks` whole blocks, which this node is about to ask it for. Ends in
-        Fetched or NotFetched; no later than at `deadline`, unless cancelled. `first_block`: the source computes them,
-        and claims those before, too, which are here."""
+        Fetched or NotFetched; no later than at `deadline`, unless cancelled. `into`: they are to come into these
+        blocks, of which the hand-off gets references of its own. `is_held`: nothing is granted before `let_in`."""
         self.ledger.at(now)
         record = self.ledger.open(key)
         record.source_id, record.deadline, record.expected_at = source.node_id, deadline, now
-        record.kind, record.most_blocks, record.first_block = HandoffKind.PULL, most_blocks, first_block
+        record.kind, record.most_blocks, record.is_held = HandoffKind.PULL, most_blocks, is_held
+        self.ledger.pool.touch(into)
+        record.into = list(into)
         self.actions.run(record, record.machine.on_submit(source.epoch))
+        if record.machine.state in OVER:
+            self.ledger.unpin(record)
+        self.line.settle(record)
+
+    def has_claimed(self, key: AttemptKey) -> bool:
+        """Whether the source has claimed what it was asked for, and neither side has given up."""
+        return self.ledger.records[key].machine.state in (S.QUEUED, *_UNDER_WAY)
+
+    def let_in(self, key: AttemptKey, now: float) -> None:
+        """Grants what was claimed and held."""
+        self.ledger.at(now)
+        record = self.ledger.records[key]
+        record.is_held = False
+        self.line.settle(record)
 
     def grant_of(self, key: AttemptKey) -> KVGrant | None:
         """The grant under which the source may be writing now; None: it may not."""
         record = self.ledger.records.get(key)
         return record.grant if record is not None and record.machine.state in _UNDER_WAY else None
 
-    def use_early(self, key: AttemptKey) -> tuple[int, ...]:
-        """Says that the blocks of a granted pull, which are returned, are used while they are written: bytes that
-        differ end the pull, since sending them again would be too late."""
-        record = self.ledger.records[key]
-        record.is_used_early = True
-        return tuple(record.granted)
+    def use_early(self, key: AttemptKey) -> None:
+        """Says that the blocks of a granted pull are used while they are written: bytes that differ end the pull, since
+        sending them again would be too late."""
+        self.ledger.records[key].is_used_early = True
 
     def is_unanswered(self, key: AttemptKey) -> bool:
         """Whether the source has sent nothing yet in this hand-off."""

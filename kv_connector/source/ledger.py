@@ -76,6 +76,8 @@ class SourceLedger:
         """Books the record's blocks in the pool's reservations under its present kind; called after every change.
         Parked and claimed hand-offs must fit beside each other. A request that the scheduler wants to start, but that
         can't claim until parked ones have left, counts as claimed, or new ones would keep it out."""
+        if record.kind is HandoffKind.CHUNK:
+            return  # its blocks are those of a request that runs
         state = record.machine.state
         was_asked = state is S.IDLE and record.request is not None
         kind = Kind.PARKED if state in _PARKED else Kind.CLAIMED if state in _UNFINISHED or was_asked else None

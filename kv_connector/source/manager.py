@@ -32,6 +32,7 @@ from tandem.kv_connector.protocol.peer_effects import PeerFailed
 from tandem.kv_connector.protocol.source_table import SourceEvent as E
 from tandem.kv_connector.protocol.source_table import SourceState as S
 from tandem.kv_connector.source.actions import SourceActions
+from tandem.kv_connector.source.chunks import PushedChunks
 from tandem.kv_connector.source.grant_check import GrantCheck
 from tandem.kv_connector.source.ledger import SourceLedger
 from tandem.kv_connector.source.peers import CLAIMED, SourcePeers
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from tandem.engine.contracts.security import ClusterKeys
 
 logger = logging.getLogger(__name__)
-TOMBSTONE_S = 120.0  # a guess
+TOMBSTONE_S, CHUNK_TOMBSTONE_S = 120.0, 10.0  # guesses; of the latter there are many
 # States that wait for the transfer thread of this process. They alone have no deadline: see _warn_of_slow_retire.
 _BEING_RETIRED = (S.DRAINING, S.RETIRING)
 _LIVE = (S.IDLE, S.CLAIMING, S.PARKED, S.PARKED_DONE, S.PUSHING, S.FINALIZING, S.READY)
@@ -54,7 +55,7 @@ class SourceManager:
     scheduler has left to a hand-off is freed here.
 
     Its parts: `ledger` (records and their blocks), `actions` (what a machine's actions mean), `peers` (sinks and
-    channels to them), `prompts` (those that are computed here while they are pushed)."""
+    channels to them), `prompts` and `chunks` (those that are computed here while they are pushed)."""
 
     def __init__(
         self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions, whole_up_to: int = 0
@@ -67,18 +68,17 @@ class SourceManager:
         self.peers = SourcePeers(self.ledger, self.actions, self.effects)
         max_parked = int(options.scheduler.parked_kv_fraction * pool.num_blocks)
         self.prompts = PushedPrompts(self.ledger, self.actions, self.peers, max_parked, whole_up_to)
+        self.chunks = PushedChunks(self.ledger, self.actions, self.peers)
         self.counters = self.ledger.counters
         self._warn_s = options.timeouts.quarantine_warn_s
         self._grant_check = GrantCheck(keys, info.node_id)
 
     # --- requests -------------------------------------------------------------------------------------------
 
-    def expect(
-        self, key: AttemptKey, peer: PeerRef, num_prompt_tokens: int, deadline: float, is_awaited: bool = False
-    ) -> None:
+    def expect(self, key: AttemptKey, peer: PeerRef, num_prompt_tokens: int, deadline: float) -> None:
         """Announces a prompt that will be handed to `peer`, before the scheduler gets it. `deadline`: monotonic
-        seconds. `is_awaited`: the peer is told of each layer that is there."""
-        self._add(key, HandoffKind.PROMPT, peer, num_prompt_tokens, deadline).is_awaited = is_awaited
+        seconds."""
+        self._add(key, HandoffKind.PROMPT, peer, num_prompt_tokens, deadline)
 
     def cancel(self, key: AttemptKey, now: float) -> None:
         self.ledger.at(now)
@@ -215,7 +215,8 @@ class SourceManager:
         self.ledger.at(now)
         for record in list(self.ledger.records.values()):
             if record.machine.state is S.CLOSED:
-                if now - record.closed_at > TOMBSTONE_S and not record.owns_blocks:
+                kept_s = CHUNK_TOMBSTONE_S if record.kind is HandoffKind.CHUNK else TOMBSTONE_S
+                if now - record.closed_at > kept_s and not record.owns_blocks:
                     del self.ledger.records[record.key]
                 continue
             if record.machine.state in _BEING_RETIRED:

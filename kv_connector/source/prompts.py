@@ -43,8 +43,6 @@ class PushedPrompts:
             self._peers.note_block_sizes(record)
             self._actions.run(record, record.machine.on(E.CLAIM))
         state = record.machine.state
-        if state is S.CLAIMING and record.is_awaited:
-            return None  # without a grant nothing could be pushed layer by layer
         if state is S.CLAIMING:
             assert record.hold is not None, "it has claimed"
             if not reservations.may_park(record.hold, self._max_parked):
@@ -58,7 +56,9 @@ class PushedPrompts:
         return record is not None and record.machine.state is S.PUSHING
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        record = self._ledger.records[request.key]
+        record = self._ledger.records.get(request.key)
+        if record is None:
+            return  # a share of another node's prompt
         first = not record.block_ids
         record.blocks_allocated(block_ids, request.num_computed_tokens)
         if first:
@@ -78,7 +78,7 @@ class PushedPrompts:
             pushing = record.machine.state is S.PUSHING
             awaits_grant |= record.machine.state in _AWAITS_GRANT
             # What comes from a peer while the step runs is awaited layer by layer as its own blocks are.
-            goes_ahead = pushing and not record.is_awaited
+            goes_ahead = pushing and record.request is not None and not record.request.has_help
             before = record.take_whole_push(row.start, record.last_step) if goes_ahead else None
             whole += [before] if before is not None else []
             record.step_built(output.step_id, row.start + row.num_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tandem.engine.blocks.reservations import Hold
 from tandem.engine.contracts.keys import AttemptKey
@@ -54,6 +54,7 @@ class SourceRecord:
     first_tokens: tuple[FirstToken, ...] = ()
     ready: KVReady | None = None
     continuation: Continuation | None = None  # how a sequence goes on; set when it stands still
+    coming_block_ids: list[int] = field(default_factory=list)  # of a chunk: all; `block_ids` are complete
     is_awaited: bool = False  # the sink needs it layer by layer
     is_flushed: bool = True  # whether all that was pushed of a sequence has arrived
 
@@ -85,10 +86,7 @@ class SourceRecord:
 
     def take_layer_push(self) -> BlockPush | None:
         """The push of the blocks that the step built last completes. Call `take_whole_push` for older blocks first."""
-        push = self._take(self._num_complete(self.num_computed_tokens), self.last_step)
-        if push is not None and self.is_awaited and self.num_pushed_blocks == self.num_sink_blocks:
-            return replace(push, is_awaited=True)
-        return push
+        return self._take(self._num_complete(self.num_computed_tokens), self.last_step)
 
     def take_whole_push(self, num_tokens: int, step_id: int) -> BlockPush | None:
         """The push of all blocks complete within `num_tokens` that were not pushed; step `step_id` is the last to write
@@ -124,7 +122,8 @@ class SourceRecord:
             return None
         blocks = range(self.num_pushed_blocks, until)
         self.num_pushed_blocks = until
-        return BlockPush(step_id=step_id, **self._pairs(blocks))
+        is_last = until == self.num_sink_blocks
+        return BlockPush(step_id=step_id, is_awaited=self.is_awaited and is_last, **self._pairs(blocks))
 
     def _pairs(self, blocks: Sequence[int]) -> dict:
         assert self.grant is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tandem.engine.scheduling.step import StepMeta
-from tandem.kv_connector.protocol.jobs import ArrivingKV, LayerLoad, StepMoves
+from tandem.kv_connector.protocol.jobs import LayerLoad, StepMoves
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +66,13 @@ class JobDone:
     bad: tuple[bytes, ...] = ()
 
 
-def with_loads(
-    step_id: int, meta: StepMeta | None, loads: tuple[LayerLoad, ...] = (), arriving: tuple[ArrivingKV, ...] = ()
-) -> StepMeta | None:
+def with_loads(step_id: int, meta: StepMeta | None, loads: tuple[LayerLoad, ...]) -> StepMeta | None:
     """A step's metadata with what comes while it runs. Blocks that were complete before the step are then pushed behind
     it, since they may be the ones that come."""
-    if not (loads or arriving):
+    if not loads:
         return meta
     if meta is None:
-        return StepMoves(step_id, loads=loads, arriving=arriving, is_pushed=False)
+        return StepMoves(step_id, loads=loads, is_pushed=False)
     assert isinstance(meta, StepMoves)
     whole = tuple(replace(push, step_id=step_id) for push in meta.whole)
-    pushed, loads, arriving = meta.is_pushed, (*meta.loads, *loads), (*meta.arriving, *arriving)
-    return StepMoves(step_id, meta.pushes, whole, loads, arriving, is_pushed=pushed)
+    return StepMoves(step_id, meta.pushes, whole, (*meta.loads, *loads), is_pushed=meta.is_pushed)

@@ -93,10 +93,6 @@ class TierManager:
         parent = hashes[len(hits) - 1] if hits else None
         return None if self.promoter.promote(taker, list(hits), parent, wanted) else 0
 
-    def on_their_way(self, taker: Taker) -> Sequence[int]:
-        """See LowerTiers."""
-        return ()
-
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         """See LowerTiers."""
         assert self._host.is_ready(hashes[0])

@@ -76,6 +76,23 @@ class Plan(msgspec.Struct, frozen=True):
         return f"cost={self.cost_s:.3f}s {times} late={self.num_late}"
 
 
+class Spread(NamedTuple):
+    """Nodes that help one that has a prompt, and what is foreseen of it. Seconds are those until the first token."""
+
+    helpers: tuple[NodeKey, ...]
+    alone_s: float
+    own_s: float
+    num_late_alone: int
+    num_late: int
+    share_s: float  # what each node works
+    due_s: float
+
+    def explanation(self) -> str:
+        """ASCII for people."""
+        times = f"first_token={self.own_s * 1e3:.1f}ms alone={self.alone_s * 1e3:.1f}ms"
+        return f"{times} late={self.num_late} alone={self.num_late_alone}"
+
+
 class _Price(NamedTuple):
     """What it costs that these nodes compute the prompt, decodes aside."""
 
@@ -110,6 +127,13 @@ class ElasticPlacement:
     def plans(self, task: Task, fleet: Fleet, cached: Mapping[NodeKey, int], now: float) -> list[Plan]:
         """All plans that are looked at, the cheapest first."""
         return sorted(_Search(task, fleet, cached, now, self.most_nodes).plans(), key=_by_cost)
+
+    def spread(
+        self, task: Task, lead: Outlook, others: Sequence[Outlook], num_cached: int, now: float
+    ) -> Spread | None:
+        """Who of `others`, in their order, would make a prompt cost less that `lead` has; None: nobody."""
+        fleet = Fleet([lead, *others], [lead], Roads(0.0, 0.0))
+        return _Search(task, fleet, {lead.key: num_cached}, now, self.most_nodes).spread(lead, others)
 
 
 def _by_cost(plan: Plan) -> tuple[float, tuple[NodeKey, ...], NodeKey]:
@@ -148,6 +172,17 @@ class _Search:
                     group = [lead, *others[: num_nodes - 1]]
                     plans += self._of_group(group, self._price(group), sinks)
         return plans
+
+    def spread(self, lead: Outlook, others: Sequence[Outlook]) -> Spread | None:
+        """See ElasticPlacement."""
+        self._without = {node.key: node.without(self._now) for node in (lead, *others)}
+        leads = [self._lead(node, (None, 0)) for node in (lead, *others)]
+        prices = {num: self._price(leads[:num]) for num in self._numbers(leads[0], len(leads))}
+        alone, num = prices[1], min(prices, key=lambda each: (prices[each].cost_s, each))
+        if num == 1:
+            return None
+        best, helpers = prices[num], tuple(node.key for node in others[: num - 1])
+        return Spread(helpers, alone.own_s, best.own_s, alone.num_late, best.num_late, best.share_s, best.due_s)
 
     # --- who may ------------------------------------------------------------------------------------------------
 

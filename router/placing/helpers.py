@@ -1,7 +1,10 @@
-"""Which idle nodes may compute parts of a long prompt beside the node that it was placed on. Pure.
+"""Which nodes may compute chunks of a long prompt in turn with the node that it was placed on, and whether they should.
+Pure.
 
-Only nodes that have nothing else to do are named, so nobody waits for a prompt that is not his; what each of them
-computes is decided by the node that has the prompt (docs/pipelined_prompts.md).
+Nodes that have no other prompts are named; streams are no hindrance where nodes report their work: then the prompt is
+spread if somebody would be late without that and it costs less, all counted as elastic placement does. Nodes without
+anything to do help in any case. Which chunk is whose is decided by the node that has the prompt
+(docs/pipelined_prompts.md).
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tandem.router.placing.elastic import ElasticPlacement, Spread, Task
 from tandem.router.placing.elastic_finder import told_of
 from tandem.router.placing.placement import Placement, PlacementRequest
 from tandem.router.placing.prefix_source import keeps_blocks
@@ -18,42 +22,72 @@ from tandem.router.placing.view import NodeView
 
 # A shorter tail is computed sooner than two nodes have agreed on it.
 LEAST_TOKENS = 4096  # a guess
+TELLS_OF_LAYERS = ("local", "shm", "cuda_ipc")  # transports of a host by which chunks are used while they come
 
 
 def with_helpers(
-    placement: Placement, request: PlacementRequest, nodes: Sequence[NodeView], most_nodes: int
+    placement: Placement, request: PlacementRequest, nodes: Sequence[NodeView], most_nodes: int, now: float
 ) -> tuple[Placement, list[tuple[NodeView, Told]]]:
     """(`placement` with helpers, at most `most_nodes` with the node that computes the prompt; what to count of each
     node that it names)."""
-    helpers = find_helpers(placement, request, nodes, most_nodes)
-    num_tokens = placement.choices[-1].num_new_tokens // (len(helpers) + 1)
-    placement = msgspec.structs.replace(placement, helpers=tuple(view.ref for view in helpers))
-    counted = [(view, Told(view.tag, num_tokens, 1, 0, 0, 0)) for view in helpers]
-    nodes = [choice.node for choice in placement.choices]
-    return placement, [*counted, *zip(nodes, told_of(placement, request), strict=True)]
+    chosen = list(zip((choice.node for choice in placement.choices), told_of(placement, request), strict=True))
+    helpers, spread = find_helpers(placement, request, nodes, most_nodes, now)
+    if not helpers:
+        return placement, chosen
+    num_nodes, due_ms = len(helpers) + 1, 0 if spread is None else round(1e3 * spread.due_s)
+    num_tokens = placement.choices[-1].num_new_tokens // num_nodes
+    node, told = chosen[-1]
+    chosen[-1] = node, told._replace(num_tokens=told.num_tokens // num_nodes)
+    counted = [(view, Told(view.tag, num_tokens, 1, 0, 0, due_ms)) for view in helpers]
+    refs, reason = tuple(view.ref for view in helpers), f"{placement.reason}, shared"
+    return msgspec.structs.replace(placement, reason=reason, helpers=refs, spread=spread), [*counted, *chosen]
 
 
 def find_helpers(
-    placement: Placement, request: PlacementRequest, nodes: Sequence[NodeView], most_nodes: int
-) -> list[NodeView]:
-    """The helpers of the node that computes the prompt, at most `most_nodes` with that node itself; none, unless that
-    is idle, too, or for a request whose nodes have failed."""
+    placement: Placement, request: PlacementRequest, nodes: Sequence[NodeView], most_nodes: int, now: float
+) -> tuple[list[NodeView], Spread | None]:
+    """(The helpers of the node that computes the prompt, at most `most_nodes` with that node itself; what is foreseen,
+    if anything). None of them has other prompts, nor has that node; a request whose nodes have failed gets none."""
     if most_nodes < 2 or request.avoid or request.prompt_logprobs or request.is_precise or placement.prefix is not None:
-        return []
+        return [], None
     choice = placement.choices[-1]
-    if choice.num_new_tokens < LEAST_TOKENS or not _is_idle(choice.node):
-        return []
-    able = [node for node in nodes if node is not choice.node and _is_idle(node) and _may_help(choice.node, node)]
-    able = [node for node in able if node.free_tokens > request.num_prompt_tokens]
-    return sorted(able, key=lambda node: (node.num_new_tokens, node.info.node_id))[: most_nodes - 1]
+    if choice.num_new_tokens < LEAST_TOKENS or not _may_share(choice.node, now):
+        return [], None
+    able = [each for each in nodes if each is not choice.node and _may_share(each, now) and _fits(choice.node, each)]
+    able = [each for each in able if each.free_tokens > request.num_prompt_tokens]
+    able.sort(key=lambda each: (each.num_sequences, each.num_new_tokens, each.info.node_id))
+    idle = [] if choice.node.num_sequences else [each for each in able if not each.num_sequences]
+    lead = choice.node.outlook
+    if lead is None:
+        return idle[: most_nodes - 1], None
+    targets = request.targets.or_else(lead.report.targets)
+    task = Task(request.num_prompt_tokens, max(0.0, targets.ttft_s - request.waited_s), targets.tpot_s)
+    num_cached = request.num_prompt_tokens - choice.num_new_tokens
+    for others in (able, idle):
+        outlooks = [each.outlook for each in others if each.outlook is not None]
+        spread = ElasticPlacement(most_nodes).spread(task, lead, outlooks, num_cached, now)
+        if spread is not None and (spread.num_late_alone or others is idle):
+            by_key = {each.key: each for each in others}
+            return [by_key[key] for key in spread.helpers], spread
+    return [], None
 
 
-def _is_idle(node: NodeView) -> bool:
-    return node.usable and not node.silent and node.num_sequences == 0
+def _may_share(node: NodeView, now: float) -> bool:
+    """Whether it has no prompts, as far as is known: with some it would decline."""
+    if not node.usable or node.silent:
+        return False
+    return node.num_sequences == 0 or (node.outlook is not None and not node.outlook.has_prompts(now))
 
 
-def _may_help(node: NodeView, peer: NodeView) -> bool:
+def _fits(node: NodeView, peer: NodeView) -> bool:
     """Whether the peer's work is this node's kind of work, and layers reach it while they are computed."""
     ours, theirs = node.info, peer.info
     one_gpu = ours.layout is not None and ours.layout.tp_size == 1
-    return ours.role == theirs.role and ours.host_id == theirs.host_id and one_gpu and keeps_blocks(node, peer)
+    shared = ours.transports.keys() & theirs.transports.keys()
+    return (
+        ours.role == theirs.role
+        and ours.host_id == theirs.host_id
+        and one_gpu
+        and keeps_blocks(node, peer)
+        and any(name in shared for name in TELLS_OF_LAYERS)
+    )

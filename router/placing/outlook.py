@@ -73,6 +73,10 @@ class Outlook:
         self._work_off(now)
         return self._free_at - now + self._num_tokens * self.s_per_token
 
+    def has_prompts(self, now: float) -> bool:
+        self._work_off(now)
+        return bool(self._prompts)
+
     def late_s(self, now: float) -> float:
         """Seconds of work for prompts that will be late."""
         self._work_off(now)

@@ -17,7 +17,7 @@ import msgspec
 
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.parts import NO_TARGETS, PeerRef, PrefixHint, Targets
-from tandem.router.placing.elastic import Plan
+from tandem.router.placing.elastic import Plan, Spread
 from tandem.router.placing.policies import Choice, PlacementPolicy, Work, mean_new_tokens, price
 from tandem.router.placing.prefix_source import with_holder
 from tandem.router.placing.view import NodeView, affinity
@@ -59,12 +59,14 @@ class Placement(msgspec.Struct, frozen=True):
     choices: tuple[Choice, ...] = ()  # one for each of the nodes above; last that of the node that computes the prompt
     prefix: PrefixHint | None = None  # for whoever computes the prompt
     plan: Plan | None = None  # that it comes from, where the elastic rule placed
-    helpers: tuple[PeerRef, ...] = ()  # who may compute its beginning at the same time
+    helpers: tuple[PeerRef, ...] = ()  # who may compute chunks of it in turn with the node of the last choice
+    spread: Spread | None = None  # what is foreseen of that
 
     def explanation(self) -> str:
         """One line of ASCII for people: what was chosen and what it was expected to cost."""
         foreseen = [] if self.plan is None else [self.plan.explanation()]
         helped = [f"helped by {','.join(each.node_id for each in self.helpers)}"] if self.helpers else []
+        helped += [] if self.spread is None else [self.spread.explanation()]
         return "; ".join([self.reason, *foreseen, *(choice.explanation() for choice in self.choices), *helped])
 
 

@@ -1,4 +1,4 @@
-"""Prompts whose beginnings other real nodes compute at the same time: the answers of a node alone, whatever happens."""
+"""Prompts that several real nodes compute, chunk by chunk in turn: the answers of a node alone, whatever happens."""
 
 from __future__ import annotations
 
@@ -17,27 +17,36 @@ from tandem.engine.contracts.wire.requests import FlushBlocks
 from tandem.kv_connector.protocol.jobs import BlockPush
 from tiny_models import random_prompt
 
-PROMPT = random_prompt(9 * BLOCK + 3, seed=5)
-HALF = 5 * BLOCK  # of it, which a helper computes
+CHUNK = 2 * BLOCK
+ROUNDS = 5 * CHUNK - 5  # tokens that two nodes compute in just these chunks, the second of them two
+PROMPT = random_prompt(ROUNDS, seed=5)
 LOGPROBS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, num_logprobs=5)
 
 
-def before_last_layer(nodes: Nodes, helper: int, act: Callable[[], None], computing: int) -> None:
-    """The helper pushes the last layer of what it computes when node `computing` has begun behind the layers before,
-    and `act` was called. So that has begun early, or there is no end."""
+def before_last_layer(nodes: Nodes, helper: int, act: Callable[[BlockPush], None]) -> None:
+    """The helper pushes the last layer of each of its chunks when a step of its sink waits for it, and `act` was
+    called. So that step has begun early, or there is no end."""
     pusher = nodes.nodes[helper].process.transfer._pusher
     push, num_layers = pusher.push, len(nodes.nodes[helper].process.loaded.model.attention_layers)
 
     def held(job: BlockPush, layers: range | None, written: tuple = ()) -> None:
         if job.is_awaited and layers is not None and layers.stop == num_layers:
-            wait_until(lambda: nodes.count(computing, "pull_early") > 0, "the prompt's end to begin")
-            act()
+            (sink,) = (node for node in nodes.nodes if node.info.node_id == job.grant.sink_id)
+            arrivals = sink.process.transfer.arrivals
+            over = lambda: job.grant_id not in arrivals._by_grant  # noqa: E731
+            wait_until(lambda: awaits(arrivals._awaited, job) or over(), "the chunk behind it to begin")
+            act(job)
         push(job, layers, written)
 
     pusher.push = held
 
 
-def nothing() -> None: ...
+def awaits(awaited: dict, job: BlockPush) -> bool:
+    needed = [each for slots in list(awaited.values()) for _, each in list(slots)]
+    return job.grant_id in [each.grant.grant_id for each in needed]
+
+
+def nothing(job: BlockPush) -> None: ...
 
 
 def check_that_it_costs_the_attempt(nodes: Nodes) -> None:
@@ -51,57 +60,74 @@ def check_that_it_costs_the_attempt(nodes: Nodes) -> None:
 
 @pytest.mark.parametrize("way", ["shm", "tcp"])
 def test_two_nodes_compute_a_prompt_and_a_third_decodes(way: str) -> None:
-    """With the log-probabilities, to the last bit, of one node whose chunks are the same."""
-    with make_nodes("decode", "prefill", "prefill", transport=way, chunk=HALF) as nodes:
+    """With the log-probabilities, to the last bit, of one node whose chunks are the same, in two rounds."""
+    with make_nodes("decode", "prefill", "prefill", transport=way, chunk=CHUNK) as nodes:
         nodes.sampling = LOGPROBS
         alone = nodes.ask(PROMPT, on=0)
         nodes.client.send(nodes.nodes[0].info, FlushBlocks())
-        before_last_layer(nodes, 1, nothing, computing=2)
+        before_last_layer(nodes, 1, nothing)
         together = nodes.ask(PROMPT, on=0, prefill=2, helpers=[1])
-        assert nodes.count(2, "pull_tokens") == HALF
+        assert [nodes.count(node, "shared_tokens") for node in (1, 2)] == [2 * CHUNK, 2 * CHUNK]
         assert together.logprobs == alone.logprobs
 
 
-def test_each_node_helps_the_next() -> None:
-    with make_nodes("unified", "unified", "unified", transport="shm") as nodes:
-        for helper in (0, 1):
-            before_last_layer(nodes, helper, nothing, computing=helper + 1)
-        nodes.ask(PROMPT, on=2, helpers=[0, 1])
-        assert [nodes.count(index, "pull_tokens") for index in range(3)] == [0, 3 * BLOCK, 6 * BLOCK]
-        nodes.ask(PROMPT + random_prompt(2 * BLOCK, seed=6), on=2)
-        assert nodes.nodes[2].process.logic.scheduler.state.num_cached_tokens >= 9 * BLOCK, "what came was kept"
+def test_three_nodes_beside_streams() -> None:
+    """In two rounds, with a stream on each of them, which goes on: each step has one row more."""
+    prompt = random_prompt(7 * CHUNK - 1, seed=6)
+    with make_nodes("unified", "unified", "unified", transport="shm", chunk=CHUNK) as nodes:
+        nodes.sampling = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+        streams = [nodes.submit(random_prompt(BLOCK, seed=7 + node), on=node) for node in range(3)]
+        nodes.until(lambda: all(stream.tokens for stream in streams))
+        nodes.sampling = LOGPROBS
+        alone = nodes.ask(prompt, on=0)
+        nodes.client.send(nodes.nodes[0].info, FlushBlocks())
+        together = nodes.ask(prompt, on=2, helpers=[0, 1])
+        assert nodes.count(2, "shared_tokens") == 4 * CHUNK
+        assert together.logprobs == alone.logprobs
+        nodes.ask(prompt + random_prompt(2 * BLOCK, seed=8), on=2)
+        assert nodes.nodes[2].process.logic.scheduler.state.num_cached_tokens >= 6 * CHUNK, "what came was kept"
+        for node, stream in enumerate(streams):
+            nodes.cancel(stream, on=node)
+        nodes.client.wait(*streams)
 
 
 def test_what_comes_wrong_costs_the_attempt_and_is_never_told() -> None:
-    with make_nodes("unified", "unified", transport="shm", changes={0: {"fault_injection": "corrupt:*"}}) as nodes:
-        before_last_layer(nodes, 0, nothing, computing=1)
+    changes = {0: {"fault_injection": "corrupt:*"}}
+    with make_nodes("unified", "unified", transport="shm", changes=changes, chunk=CHUNK) as nodes:
+        before_last_layer(nodes, 0, nothing)
         check_that_it_costs_the_attempt(nodes)
 
 
-def test_a_helper_that_fails_in_the_middle_costs_the_attempt() -> None:
-    def fail() -> None:
-        raise TransportError("cut")
+@pytest.mark.parametrize("round", [1, 2])
+def test_a_helper_that_fails_in_the_middle_costs_the_attempt(round: int) -> None:
+    begun = set()
 
-    with make_nodes("unified", "unified", transport="shm") as nodes:
-        before_last_layer(nodes, 0, fail, computing=1)
+    def fail(job: BlockPush) -> None:
+        begun.add(job.grant_id)
+        if len(begun) == round:
+            raise TransportError("cut")
+
+    with make_nodes("unified", "unified", transport="shm", chunk=CHUNK) as nodes:
+        before_last_layer(nodes, 0, fail)
         check_that_it_costs_the_attempt(nodes)
 
 
 def test_a_cancelled_prompt_leaves_nothing_at_its_helper() -> None:
-    with make_nodes("unified", "unified", transport="shm", changes={0: {"fault_injection": "delay:0.2"}}) as nodes:
+    changes = {0: {"fault_injection": "delay:0.2"}}
+    with make_nodes("unified", "unified", transport="shm", changes=changes, chunk=CHUNK) as nodes:
         cancelled = nodes.submit(PROMPT, on=1, helpers=[0])
-        nodes.until(lambda: nodes.count(1, "pull_asked") == 1)
+        nodes.until(lambda: nodes.count(1, "shared_begun") == 1)
         nodes.cancel(cancelled, on=1)
         nodes.client.wait(cancelled)
 
 
-def test_a_node_that_has_other_work_declines() -> None:
-    with make_nodes("unified", "unified", transport="shm") as nodes:
+def test_a_node_that_has_other_prompts_declines() -> None:
+    with make_nodes("unified", "unified", transport="shm", chunk=CHUNK) as nodes:
+        nodes.nodes[0].hold_after(0)
         busy = nodes.submit(random_prompt(BLOCK, seed=7), on=0)
-        nodes.nodes[0].hold_after(1)
-        nodes.until(lambda: bool(nodes.nodes[0].process.logic.scheduler.state.queues.running))
+        nodes.until(lambda: bool(nodes.nodes[0].process.logic.scheduler.state.queues.waiting))
         nodes.ask(PROMPT, on=1, helpers=[0])
-        assert (nodes.count(1, "pull_asked"), nodes.count(1, "pull_completed")) == (1, 0)
+        assert (nodes.count(1, "shared_begun"), nodes.count(1, "shared_declined")) == (0, 1)
         nodes.nodes[0].go_on()
         nodes.client.wait(busy)
 
@@ -109,9 +135,9 @@ def test_a_node_that_has_other_work_declines() -> None:
 @pytest.mark.parametrize("num_rounds", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_two_full_nodes_that_help_each_other_at_once(num_rounds: int) -> None:
     """In opposite order, with room for one and a half prompts on each: whoever lacks room computes alone."""
-    with make_nodes("unified", "unified", transport="shm", num_blocks=17) as nodes:
+    with make_nodes("unified", "unified", transport="shm", num_blocks=17, chunk=CHUNK) as nodes:
         for turn in range(num_rounds):
-            prompts = [random_prompt(9 * BLOCK + 3, seed=100 + 2 * turn + index) for index in range(2)]
+            prompts = [random_prompt(ROUNDS, seed=100 + 2 * turn + index) for index in range(2)]
             results = [nodes.submit(prompt, on=index, helpers=[1 - index]) for index, prompt in enumerate(prompts)]
             nodes.client.wait(*results)
             for prompt, result in zip(prompts, results, strict=True):
@@ -119,11 +145,11 @@ def test_two_full_nodes_that_help_each_other_at_once(num_rounds: int) -> None:
 
 
 def test_a_helper_dies() -> None:
-    """Before the prompt's end has begun it is computed alone; after, the attempt fails and another may follow."""
+    """Before it has agreed the prompt is computed alone; after, the attempt fails and another may follow."""
     child = NodeChild(("prefill",), "shm", "die:2")
     try:
         info = greet(child.addresses[0])
-        with make_nodes("unified", transport="shm") as nodes:
+        with make_nodes("unified", transport="shm", chunk=CHUNK) as nodes:
             result = nodes.submit(PROMPT, on=0, helper_infos=[info])
             nodes.client.wait(result)
             assert child.process.wait(60) == -signal.SIGKILL, "the fault did not strike: this test shows nothing"

@@ -9,7 +9,7 @@ from tandem.engine.contracts.wire.parts import (
 )
 from tandem.engine.contracts.wire.work import NO_LEANING, Leaning, NodeReport
 
-WIRE_VERSION = 14
+WIRE_VERSION = 15
 
 
 class Hello(Message, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.engine.contracts.keys import NodeKey
-from tandem.engine.contracts.wire.parts import AttemptMessage, Continuation, Count, FirstToken, PrefixWork, Seconds
+from tandem.engine.contracts.wire.parts import AttemptMessage, Continuation, Count, FirstToken, Seconds, SharedWork
 
 
 class KVPull(AttemptMessage, frozen=True, kw_only=True):
@@ -12,8 +12,8 @@ class KVPull(AttemptMessage, frozen=True, kw_only=True):
 
     Its name is this hand-off's own: no request's of a router.
     `block_hashes`: 16 bytes a block of the sink's size, from the first block of the prompt on; blocks from
-    `first_block` on are wanted. `deadline_s`: how long the sink will wait. With `work`, the source is to compute these
-    blocks now, or to refuse; its claim names the whole beginning then, as that of a prompt does.
+    `first_block` on are wanted. `deadline_s`: how long the sink will wait. With `work`, no blocks are named: the
+    source is to compute chunks of a prompt together with the sink, or to refuse. It agrees by claiming all of them.
     """
 
     source_epoch: int
@@ -21,7 +21,7 @@ class KVPull(AttemptMessage, frozen=True, kw_only=True):
     first_block: Count
     block_hashes: bytes
     deadline_s: Seconds
-    work: PrefixWork | None = None
+    work: SharedWork | None = None
 
 
 class KVClaim(AttemptMessage, frozen=True, kw_only=True):

@@ -145,15 +145,22 @@ class PrefixHint(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
-class PrefixWork(msgspec.Struct, frozen=True):
-    """A prompt's beginning, to be computed for whoever needs its KV, if need be with the help of other nodes. The rest
-    says who may find its blocks, as in Submit."""
+class SharedWork(msgspec.Struct, frozen=True, kw_only=True):
+    """A helper's share of a prompt that several nodes compute (docs/pipelined_prompts.md). Chunk i ends at token
+    `ends[i]`; `nodes[i % len(nodes)]` computes it, and hands it to each other that has a later one. The hand-off of
+    chunk i to node k has the name `name`/i/k. The rest is as in Submit."""
 
-    token_ids: bytes  # int32 little-endian, whole blocks
-    helpers: tuple[PeerRef, ...] = ()  # as in Submit
+    name: str
+    token_ids: bytes  # int32 little-endian, up to the end of this helper's last chunk
+    ends: tuple[Count, ...]
+    nodes: tuple[PeerRef, ...]  # the first has the prompt
+    place: Count  # of this helper in `nodes`
     salt: bytes = b""
     num_public_tokens: int = 0
     context: bytes = b""
+    priority: int = 0
+    targets: Targets = NO_TARGETS
+    waited_s: Seconds = 0.0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

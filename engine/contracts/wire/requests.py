@@ -60,8 +60,8 @@ class Submit(AttemptMessage, frozen=True, kw_only=True):
     pair_start: Count = 0
     # Whoever computes the prompt may pull this part of it instead, and computes it after all if that fails.
     prefix: PrefixHint | None = None
-    # Idle peers that may compute parts of the prompt's beginning at the same time: whoever computes the prompt asks the
-    # last of them, which asks the one before it, and computes it all if that declines (docs/pipelined_prompts.md).
+    # Peers that may compute chunks of the prompt in turn with whoever has it, who computes it all if one of them
+    # declines (docs/pipelined_prompts.md).
     helpers: tuple[PeerRef, ...] = ()
 
 

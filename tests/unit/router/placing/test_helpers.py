@@ -1,4 +1,4 @@
-"""Who may help to compute a long prompt: idle nodes of the same kind and host, and nobody else."""
+"""Who helps to compute a long prompt: nodes of the same kind and host without prompts, where somebody gains."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout, ModelIdentity
 from tandem.engine.contracts.wire.connection import Status
-from tandem.engine.contracts.wire.parts import NodeInfo, Role
-from tandem.router.placing.helpers import LEAST_TOKENS, find_helpers
+from tandem.engine.contracts.wire.parts import NodeInfo, Role, Targets
+from tandem.engine.contracts.wire.work import NodeReport
+from tandem.router.placing.helpers import LEAST_TOKENS, find_helpers, with_helpers
 from tandem.router.placing.placement import PlacementRequest, find_placement
 from tandem.router.placing.policies import make_policy
 from tandem.router.placing.view import NodeView
@@ -20,9 +21,13 @@ LAYOUT = KVLayout((KVGroup(2, 2, 8, "float32"),), 64)
 LONG = PlacementRequest(num_prompt_tokens=2 * LEAST_TOKENS, max_tokens=64)
 
 
-def node(name: str, role: Role = "unified", host: str = "here", layout: KVLayout = LAYOUT, **status: Any) -> NodeView:
+def node(
+    name: str, role: Role = "unified", host: str = "here", layout: KVLayout = LAYOUT, way: str = "shm", **status: Any
+) -> NodeView:
     identity = ModelIdentity(config="c", weights="w", tokenizer="t", rope="r")
-    info = NodeInfo(node_id=name, epoch=1, role=role, identity=identity, layout=layout, host_id=host)
+    info = NodeInfo(
+        node_id=name, epoch=1, role=role, identity=identity, layout=layout, host_id=host, transports={way: b""}
+    )
     free = {"num_free_blocks": 1000, "num_blocks": 1000, "block_size": 64, **status}
     return NodeView(info, Status(node_id=name, epoch=1, **free))
 
@@ -32,7 +37,7 @@ def helpers(nodes: list[NodeView], request: PlacementRequest = LONG, most: int =
     placement = find_placement(request, nodes, held, 256, make_policy("prefix_aware"), 0.0)
     assert placement is not None
     assert placement.choices[-1].node is nodes[0]
-    return [view.info.node_id for view in find_helpers(placement, request, nodes, most)]
+    return [view.info.node_id for view in find_helpers(placement, request, nodes, most, 0.0)[0]]
 
 
 def test_idle_nodes_help_up_to_the_number_that_is_allowed() -> None:
@@ -52,6 +57,7 @@ def test_idle_nodes_help_up_to_the_number_that_is_allowed() -> None:
         node("b", host="there"),
         node("b", layout=KVLayout((KVGroup(2, 2, 8, "float32"),), 32)),
         node("b", num_free_blocks=100),
+        node("b", way="tcp"),
     ],
 )
 def test_others_do_not(other: NodeView) -> None:
@@ -82,3 +88,32 @@ def test_a_node_with_work_computes_alone() -> None:
 def test_prefill_nodes_help_prefill_nodes() -> None:
     nodes = [node("a", role="prefill"), node("b", role="prefill"), node("d", role="decode")]
     assert helpers(nodes) == ["b"]
+
+
+def streaming(name: str, prompts: tuple = (), ttft_s: float = 2.0) -> NodeView:
+    """A node with a stream that reports its work: 8192 tokens take it 0.8 s."""
+    work = NodeReport(1e-4, 1e-4, prompts=prompts, num_streams=1, targets=Targets(ttft_s, 0.025, 0.0))
+    return node(name, work=work, num_running=1 + len(prompts), prefill_s_per_token=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "named"),
+    [
+        ([streaming("a", ttft_s=0.5), streaming("b", ttft_s=0.5)], ["b"]),
+        ([streaming("a", ttft_s=0.5), streaming("b", ttft_s=0.5, prompts=((0.5, 100),))], []),
+        ([streaming("a"), streaming("b")], []),
+    ],
+)
+def test_nodes_with_streams_help_where_somebody_would_be_late(nodes: list[NodeView], named: list[str]) -> None:
+    assert helpers(nodes) == named
+
+
+def test_what_is_foreseen_is_told_and_counted() -> None:
+    nodes = [streaming("a", ttft_s=0.5), streaming("b", ttft_s=0.5)]
+    alone = find_placement(LONG, nodes, {}, 256, make_policy("prefix_aware"), 0.0)
+    assert alone is not None
+    assert with_helpers(alone, LONG, nodes, 1, 0.0)[0] is alone, "nothing is copied where nobody helps"
+    placement, counted = with_helpers(alone, LONG, nodes, 2, 0.0)
+    assert placement.reason == f"{alone.reason}, shared"
+    assert "helped by b; first_token=409.6ms alone=819.2ms late=0 alone=1" in placement.explanation()
+    assert {view.info.node_id: told.num_tokens for view, told in counted} == {"a": 4096, "b": 4096}

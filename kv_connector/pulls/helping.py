@@ -1,0 +1,92 @@
+"""Takes shares of prompts that other nodes have. Pure.
+
+To the scheduler a share is a prompt that ends with this node's last chunk; its first token is nobody's. It gets all its
+blocks at once or is declined: the peer computes its prompt alone then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tandem.engine.contracts.hashing import Secrecy
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.handoff import KVPull
+from tandem.engine.contracts.wire.parts import Message, NodeInfo, SharedWork
+from tandem.engine.scheduling.books import SchedulerState
+from tandem.engine.scheduling.planner import is_decoding
+from tandem.engine.scheduling.request import Prompt, Request
+from tandem.kv_connector.protocol import outcomes
+from tandem.kv_connector.pulls.answers import layout_problem, refusal
+from tandem.kv_connector.pulls.chunks import ChunkTable
+from tandem.kv_connector.pulls.shares import SharedPrompts
+from tandem.kv_connector.source.manager import SourceManager
+
+_UNTOLD = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)  # its first token does not end it
+
+
+class PromptHelper:
+    """Answers peers that ask for help with a prompt."""
+
+    def __init__(self, info: NodeInfo, source: SourceManager, shares: SharedPrompts, state: SchedulerState) -> None:
+        self._info, self._source, self._shares, self._state = info, source, shares, state
+        self._outbox: list[tuple[NodeKey, Message]] = []
+
+    def begin(self, sender: NodeKey, pull: KVPull, work: SharedWork, takes_work: bool, now: float) -> None:
+        """Takes a peer's question; idempotent. `takes_work` False declines."""
+        if pull.source_epoch != self._info.epoch or self._source.knows(pull.key):
+            return
+        problem = self._problem(sender, pull, work)
+        if not problem and (not takes_work or self._is_busy or not self._add(pull, work, now)):
+            problem = outcomes.BUSY
+        if problem:
+            self._outbox.append((sender, refusal(pull, self._info.epoch, problem)))
+
+    def drain_outbox(self) -> list[tuple[NodeKey, Message]]:
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether prompts are computed here, or wait. Streams are no hindrance."""
+        queues = self._state.queues
+        return bool(queues.waiting) or not all(map(is_decoding, queues.running))
+
+    def _problem(self, sender: NodeKey, pull: KVPull, work: SharedWork) -> str:
+        """The reason why this share can't be computed here; "" when it can."""
+        peer = self._source.peers.get(sender)
+        if problem := layout_problem(self._info.layout, None if peer is None else peer.layout):
+            return problem
+        table, nodes, place = ChunkTable(work.ends, len(work.nodes)), work.nodes, work.place
+        if not table.makes_sense(self._state.block_size) or not 0 < place < len(nodes) or self._state.connector is None:
+            return outcomes.UNKNOWN
+        if len({each.node_id for each in nodes}) < len(nodes) or nodes[place].key != self._info.key:
+            return outcomes.UNKNOWN
+        if nodes[0].key != sender or pull.key != (f"{work.name}/{place}/0", pull.attempt):
+            return outcomes.UNKNOWN
+        num_tokens, rest = divmod(len(work.token_ids), 4)
+        if rest or num_tokens != table.ends[table.of(place)[-1]] or num_tokens >= self._info.max_model_len:
+            return outcomes.UNKNOWN
+        token_ids = np.frombuffer(work.token_ids, "<i4")
+        in_vocabulary = token_ids.min() >= 0 and token_ids.max() < self._info.vocab_size
+        return "" if in_vocabulary else outcomes.UNKNOWN
+
+    def _add(self, pull: KVPull, work: SharedWork, now: float) -> bool:
+        """Begins a share; False if there is no room for it now."""
+        prompt = Prompt(
+            key=AttemptKey(work.name, pull.attempt),
+            token_ids=np.frombuffer(work.token_ids, "<i4").astype(np.int32),
+            sampling=_UNTOLD,
+            priority=work.priority,
+            targets=work.targets,
+            waited_s=work.waited_s,
+            mode="prefill",
+            secrecy=Secrecy(work.salt, work.num_public_tokens, work.context),
+        )
+        request = Request(prompt)
+        request.get_help()
+        blocks = self._state.pool.allocate_grantable(request.num_prompt_tokens // self._state.block_size)
+        if blocks is None or not self._state.add_share(request, blocks):
+            return False
+        self._shares.join(work, request, pull.attempt, now + pull.deadline_s)
+        return True

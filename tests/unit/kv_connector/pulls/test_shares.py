@@ -1,0 +1,145 @@
+"""Prompts that several nodes compute, without I/O: each fault at each moment costs the attempt at most, no token is
+ever wrong, every request ends once, and in the end every block is free."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from share_world import BLOCK, CHUNK, RIGHT, ShareWorld
+
+from tandem.engine.contracts.wire.requests import RequestFailed, Tokens
+
+TWO, THREE = (40, 40), (40, 40, 40)
+
+
+def started(*num_blocks: int) -> ShareWorld:
+    """The first node has a prompt of two rounds, the others may help."""
+    world = ShareWorld(*num_blocks)
+    num_nodes = len(num_blocks)
+    world.submit("r", (2 * num_nodes + 1) * CHUNK - 3, 0, range(1, num_nodes))
+    return world
+
+
+def outcome(world: ShareWorld) -> str:
+    """How the only request ended, which is not told twice."""
+    failed = [each for each in world.told if isinstance(each, RequestFailed)]
+    tokens = [t for each in world.told if isinstance(each, Tokens) for sample in each.deltas for t in sample.token_ids]
+    assert set(tokens) <= {RIGHT}, "a wrong token was told"
+    if failed:
+        (only,) = failed
+        assert not tokens, "it failed behind what was told"
+        assert only.retryable
+        return only.code
+    return "done" if len(tokens) == 2 else "cancelled"
+
+
+def ended(world: ShareWorld) -> str:
+    world.run()
+    world.check_whole()
+    return outcome(world)
+
+
+@pytest.mark.parametrize("num_blocks", [TWO, THREE])
+def test_all_chunks_are_computed_once(num_blocks: tuple[int, ...]) -> None:
+    world = started(*num_blocks)
+    assert ended(world) == "done"
+    counters = world.nodes[0].handoffs.shares.counters
+    num_nodes = len(num_blocks)
+    assert (counters.begun, counters.declined, counters.failed) == (1, 0, 0)
+    assert counters.tokens >= 2 * (num_nodes - 1) * (CHUNK - BLOCK)
+    assert all(node.pool.num_cached >= (num_nodes + 1) * 2 for node in world.nodes), "what came is kept"
+
+
+@pytest.mark.parametrize("num_blocks", [(40, 7), (9, 40)])
+def test_without_room_it_is_computed_alone(num_blocks: tuple[int, ...]) -> None:
+    world = ShareWorld(*num_blocks)
+    if num_blocks[0] < 40:
+        world.submit("other", 2 * CHUNK, 0, max_tokens=9)
+    world.submit("r", 5 * CHUNK - 3 if num_blocks[0] == 40 else 3 * CHUNK + 3, 0, [1])
+    world.run()
+    world.check_whole()
+    assert not any(isinstance(each, RequestFailed) for each in world.told)
+
+
+def nobody_answers(world: ShareWorld) -> None:
+    world.post.clear()
+    world.tick(20.0)
+
+
+FAULTS: dict[str, Callable[[ShareWorld], None]] = {
+    "lost": lambda world: world.lose_each_other(world.nodes[0], world.nodes[1]),
+    "helpers lost": lambda world: world.lose_each_other(world.nodes[1], world.nodes[-1]),
+    "cancelled": lambda world: world.cancel("r", 0),
+    "wrong bytes": lambda world: setattr(world, "corrupts", True),
+    "message lost": lambda world: world.deliver(is_lost=True) if world.post else None,
+    "late": lambda world: world.tick(11.0),
+    "silence": nobody_answers,
+    "another prompt": lambda world: world.submit("s", 3 * CHUNK, 1, [0], max_tokens=1),
+}
+
+
+def to_moment(world: ShareWorld, moment: int) -> bool:
+    """Brings it there; False: it is over by then."""
+    done, world.is_checked = 0, False  # others go this way up to its end
+    for _ in range(2000):
+        happened = False
+        for move in world.moves():
+            if done == moment:
+                world.is_checked = True
+                return True
+            if world.do(move):
+                happened, done = True, done + 1
+        if not happened and all(node.logic.is_empty for node in world.nodes):
+            return False
+        world.tick(0.0 if happened else 0.1)
+    raise AssertionError("a dead end")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("num_blocks", "every"),
+    [(TWO, 7), pytest.param(TWO, 1, marks=pytest.mark.slow), pytest.param(THREE, 1, marks=pytest.mark.slow)],
+)
+def test_each_fault_at_each_moment(fault: str, num_blocks: tuple[int, ...], every: int) -> None:
+    ends: dict[str, int] = {}
+    for moment in range(0, 1000, every):
+        world = started(*num_blocks)
+        if not to_moment(world, moment):
+            break
+        FAULTS[fault](world)
+        if fault == "another prompt":
+            world.run()
+            world.check_whole()
+            assert not any(isinstance(each, RequestFailed) for each in world.told)
+            continue
+        end = ended(world)
+        ends[end] = ends.get(end, 0) + 1
+    assert moment > 40, "little of this showed anything"
+    assert set(ends) <= {"done", "cancelled", "handoff_failed"}
+
+
+@pytest.mark.parametrize("num_seeds", [4, pytest.param(300, marks=pytest.mark.slow)])
+def test_whatever_happens_among_three_full_nodes(num_seeds: int) -> None:
+    """Prompts of all three at once, in any order of events, in pools for one and a half of them."""
+    for seed in range(num_seeds):
+        rng = random.Random(seed)
+        world = ShareWorld(18, 18, 18)
+        names = iter(range(100))
+        for _ in range(300):
+            kind = rng.random()
+            if kind < 0.04:
+                on, *helpers = rng.sample(range(3), rng.choice([2, 3]))
+                world.submit(f"r{next(names)}", rng.randrange(3, 6) * CHUNK + 3, on, helpers)
+            elif kind < 0.05:
+                FAULTS[rng.choice(["wrong bytes", "message lost", "helpers lost"])](world)
+            elif kind < 0.15:
+                world.tick(rng.choice([0.0, 0.1, 0.6]))
+            else:
+                moves = world.moves()
+                world.do(rng.choice([*moves, *(("launch", node) for node in world.nodes)]))
+        world.run()
+        world.check_whole()
+        for told in world.told:
+            assert not isinstance(told, Tokens) or {t for each in told.deltas for t in each.token_ids} <= {RIGHT}
