@@ -21,8 +21,10 @@ export class Chart {
     for (const [name, label] of spec.notes ?? []) this.#entry(name, label, null);
     this.axes = svg("g", { class: "axes" });
     this.marks = svg("g", { class: "marks" });
+    this.labels = svg("g", { class: "labels" });
     this.cursor = svg("g", { class: "cursor" });
-    this.picture = svg("svg", { height: HEIGHT, "aria-hidden": "true" }, this.axes, this.marks, this.cursor);
+    this.picture = svg("svg", { height: HEIGHT, "aria-hidden": "true" }, this.axes, this.marks, this.labels,
+      this.cursor);
     this.plot = html("div", { class: "plot", tabindex: "0", role: "img" }, this.picture);
     this.element = html("section", { class: "card chart", id: `chart-${spec.id}` },
       html("h3", { title: spec.help }, spec.title), this.legend, this.plot);
@@ -110,12 +112,12 @@ export class Chart {
   }
 
   #drawAxes(first, last, low, high) {
-    const parts = [];
+    const [lines, labels] = [[], []];
     for (let value = low; value <= high + this.step / 2; value += this.step) {
       const y = Math.round(this.y(value)) + 0.5;
       const rounded = Math.abs(value) < this.step / 1e6 ? 0 : value;
-      parts.push(svg("line", { x1: 0, x2: this.width, y1: y, y2: y, class: rounded ? "grid" : "base" }));
-      if (rounded || this.spec.zero) parts.push(svg("text", { x: 0, y: y - 3 }, this.spec.unit(rounded)));
+      lines.push(svg("line", { x1: 0, x2: this.width, y1: y, y2: y, class: rounded ? "grid" : "base" }));
+      if (rounded || this.spec.zero) labels.push(svg("text", { x: 0, y: y - 3 }, this.spec.unit(rounded)));
     }
     const most = Math.max(2, Math.floor(this.width / 75));
     const every = [15, 30, 60, 120, 300].find((s) => (last - first) / s <= most) ?? 300;
@@ -123,9 +125,10 @@ export class Chart {
       const x = this.x(time);
       if (x < 24 || x > this.width - 24) continue;
       const label = every < 60 ? clock(time) : minute(time);
-      parts.push(svg("text", { x, y: HEIGHT - 4, "text-anchor": "middle" }, label));
+      labels.push(svg("text", { x, y: HEIGHT - 4, "text-anchor": "middle" }, label));
     }
-    this.axes.replaceChildren(...parts);
+    this.axes.replaceChildren(...lines);
+    this.labels.replaceChildren(...labels);
   }
 
   #mark(column, below, colour) {

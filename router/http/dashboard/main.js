@@ -114,6 +114,7 @@ function openNamed() {
 byId("find").addEventListener("submit", (event) => {
   event.preventDefault();
   const name = byId("name").value.trim();
+  byId("name").value = "";
   if (name) openStory(name);
 });
 byId("story").addEventListener("close", () => window.history.replaceState(null, "", location.pathname));

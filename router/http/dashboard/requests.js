@@ -10,13 +10,11 @@ export function stateOf(request) {
   return RUNNING.includes(request.state) ? "running" : request.state === "finished" ? "good" : "bad";
 }
 
-const found = (request) =>
-  request.cached_tokens ? ` (${share(request.cached_tokens / request.prompt_tokens)} cached)` : "";
-
 // [name, what it shows, whether it is left out where there is little room]
 const COLUMNS = [
   ["at", (request) => clock(request.at), true],
-  ["prompt", (request) => `${whole(request.prompt_tokens)}${found(request)}`, false],
+  ["prompt", (request) => whole(request.prompt_tokens), false],
+  ["cached", (request) => share(request.duration_s === null ? null : request.cached_tokens / request.prompt_tokens), true],
   ["output", (request) => whole(request.output_tokens), true],
   ["first token", (request) => seconds(request.ttft_s), false],
   ["per token", (request) => seconds(request.tpot_s), true],

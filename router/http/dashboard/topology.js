@@ -8,6 +8,7 @@ const ORDER = ["prefill", "unified", "decode"];
 const NAMES = { prefill: "prefill", unified: "prefill and decode", decode: "decode" };
 const HEAD = 26;
 const GAP = 10;
+const MOST_MOVING = 24; // flows that are seen to move: the widest
 
 const known = (role) => (ORDER.includes(role) ? role : "unified");
 
@@ -28,6 +29,8 @@ export class Topology {
 
   draw(now) {
     this.now = now;
+    const place = (node) => ORDER.indexOf(known(node.role));
+    now.nodes.sort((a, b) => place(a) - place(b) || a.id.localeCompare(b.id, "en", { numeric: true }));
     drawTable(this.table, now.nodes);
     if (!this.width) return;
     const places = this.#places(now.nodes);
@@ -38,9 +41,11 @@ export class Topology {
       drawTile(tile, node, places.of.get(node.id)));
     const flows = now.flows.filter(([source, sink]) => places.of.has(source) && places.of.has(sink));
     const widest = Math.max(1, ...flows.map(([, , , tokens]) => tokens));
+    set(this.flows, { class: flows.length > MOST_MOVING ? "flows many" : "flows" });
+    const moving = new Set(flows.slice(0, MOST_MOVING));
     keyed(this.flows, flows, ([source, sink]) => JSON.stringify([source, sink]),
       () => svg("g", {}, svg("title"), svg("path", { class: "road" }), svg("path", { class: "moving" })),
-      (group, flow) => drawFlow(group, flow, places, widest));
+      (group, flow) => drawFlow(group, flow, places, widest, moving.has(flow)));
   }
 
   /** Where each node's tile is. Each role has columns of tiles, and between the roles there is room for flows. */
@@ -56,13 +61,14 @@ export class Topology {
     };
     const numColumns = groups.reduce((sum, [, members]) => sum + columnsOf(members), 0);
     const between = groups.length > 1 ? (this.width * (isNarrow ? 0.2 : 0.28)) / (groups.length - 1) : 0;
-    const room = (this.width - between * (groups.length - 1)) / numColumns;
+    const inside = groups.length > 1 ? this.width : Math.min(this.width, numColumns * 400);
+    const room = (inside - between * (groups.length - 1)) / numColumns;
     const size = { w: Math.max(48, Math.min(groups.length === 1 ? room * 0.62 : room - GAP, 260)), h: isDense ? 26 : 60, isDense };
     const rows = Math.max(0, ...groups.map(([, members]) => Math.ceil(members.length / columnsOf(members))));
     const height = HEAD + rows * (size.h + GAP);
     const of = new Map();
     const heads = [];
-    let left = 0;
+    let left = (this.width - inside) / 2;
     groups.forEach(([role, members], group) => {
       const columns = columnsOf(members);
       const tall = Math.ceil(members.length / columns);
@@ -100,7 +106,7 @@ function drawTile(tile, node, { x, y, w, h, isDense }) {
   const tall = h - 12;
   set(room, { x: 6, y: 6, width: 6, height: tall, rx: 3 });
   set(kv, { x: 6, y: 6 + tall * (1 - used), width: 6, height: tall * used, rx: Math.min(3, (tall * used) / 2) });
-  const letters = Math.max(3, Math.floor((w - 26) / 6.9));
+  const letters = Math.max(3, Math.floor((w - 24) / 7.4));
   say(set(name, { x: 19, y: isDense ? 14 : 19 }), shortName(node.id, letters));
   say(set(load, { x: 19, y: 36 }), isDense ? "" : loadOf(node, letters));
   const hasRoom = !isDense && w > 190;
@@ -118,7 +124,8 @@ function drawTile(tile, node, { x, y, w, h, isDense }) {
 
 function shortName(id, letters) {
   if (id.length <= letters) return id;
-  const end = Math.ceil(letters / 3); // what tells names apart is mostly at the end
+  if (letters < 12) return `…${id.slice(1 - letters)}`; // what tells names apart is mostly at the end
+  const end = Math.ceil(letters / 3);
   return `${id.slice(0, letters - end - 1)}…${id.slice(-end)}`;
 }
 
@@ -132,7 +139,8 @@ function loadOf(node, letters) {
 /** What it mostly makes. */
 function paceOf(node) {
   if (!node.busy) return "";
-  return node.prompt_share > 0.5 ? `reads ${perSecond(node.prompt_tokens_per_s)}` : `writes ${perSecond(node.rows_per_s)}`;
+  return node.prompt_share > 0.5 ? `reads ${count(node.prompt_tokens_per_s)} tokens/s`
+    : `writes ${count(node.rows_per_s)} tokens/s`;
 }
 
 function leaning(node) {
@@ -149,12 +157,12 @@ function described(node) {
 
 // --- a flow --------------------------------------------------------------------------------------------------
 
-function drawFlow(group, [source, sink, prompts, tokens], places, widest) {
+function drawFlow(group, [source, sink, prompts, tokens], places, widest, isMoving) {
   const [title, road, moving] = group.children;
   const d = way(places.of.get(source), places.of.get(sink));
   const width = 1 + 7 * Math.sqrt(tokens / widest);
   set(road, { d, "stroke-width": width.toFixed(1) });
-  set(moving, { d, "stroke-width": Math.min(3, width).toFixed(1) });
+  set(moving, { d, "stroke-width": Math.min(3, width).toFixed(1), display: isMoving ? null : "none" });
   say(title, `${source} → ${sink}: ${count(prompts)} prompts/s, ${count(tokens)} tokens/s`);
 }
 

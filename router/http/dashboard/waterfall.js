@@ -18,7 +18,7 @@ const KINDS = {
   node_lost: ["bad", "refused"],
 };
 const colourOf = (moment) => KINDS[moment.kind]?.[0] ?? "mild";
-const LONG = 4; // tokens that take so many times as long as the rest are left out at first
+const LONG = 2; // tokens that take so many times as long as the rest are left out at first
 
 /** What is shown of a story: `prompts` is what /admin/requests/NAME answers, `roleOf(node)` a node's role. */
 export function story(prompts, roleOf) {
@@ -34,7 +34,8 @@ function summary(prompt) {
     ["first token", seconds(prompt.ttft_s) + (ttft ? ` of ${seconds(ttft)}` : "")],
     ["per token", seconds(prompt.tpot_s) + (tpot ? ` of ${seconds(tpot)}` : "")],
     ["whole", seconds(prompt.duration_s)],
-    ["prompt", `${whole(prompt.prompt_tokens)} tokens, ${share(prompt.cached_tokens / prompt.prompt_tokens)} cached`],
+    ["prompt", `${whole(prompt.prompt_tokens)} tokens`],
+    ["of it cached", share(prompt.cached_tokens / prompt.prompt_tokens)],
     ["output", `${whole(prompt.output_tokens)} of ${whole(prompt.max_tokens * prompt.samples)} tokens`],
     ["longest pause", seconds(prompt.longest_gap_s || null)],
     ["promise", prompt.kept === null ? (ttft || tpot ? "open" : "none") : prompt.kept ? "kept" : "missed"],
@@ -80,7 +81,7 @@ function spans(draw, beginning, whole) {
 function axis(until) {
   const track = html("div", { class: "track" });
   const step = niceStep(until, 4);
-  for (let at = 0; at <= until * 0.96; at += step) {
+  for (let at = 0; at <= until * 0.88; at += step) {
     const tick = html("span", {}, seconds(Number(at.toPrecision(6))));
     tick.style.left = `${(at / until) * 100}%`;
     track.append(tick);

@@ -22,6 +22,7 @@ from tandem.router.watching.feed import MOST_UNREAD, MOST_VIEWERS
 
 ADMIN = {"Authorization": "Bearer sk-admin"}
 NUM_NODES = 64
+PICTURES = Path(__file__).resolve().parents[4] / "docs" / "images"
 
 
 def events_of(answer: httpx.Response) -> Iterator[tuple[str, Any]]:
@@ -79,6 +80,34 @@ def test_nothing_is_from_elsewhere_and_nothing_becomes_markup() -> None:
         for other in re.findall(r'from "\./([\w.]+)"', text) + re.findall(r'(?:src|href)="dashboard/([\w.]+)"', text):
             assert other in texts, f"{name} names {other}"
     assert re.search(r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=", texts["index.html"]) is None
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast of two colours, as WCAG 2 has it."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_colours_can_be_told_from_what_they_lie_on() -> None:
+    pairs = re.findall(r"--(\w+): light-dark\((#\w{6}), (#\w{6})\)", FILES["style.css"].decode())
+    for scheme in (1, 2):
+        colours = {pair[0]: pair[scheme] for pair in pairs}
+        for ground in ("page", "card"):
+            for text in ("ink", "quiet", "prompt", "token", "violet", "good", "warm", "bad", "plain"):
+                assert contrast(colours[text], colours[ground]) >= 4.5, text
+            assert contrast(colours["mild"], colours[ground]) >= 3
+
+
+def test_the_pictures_of_it_are_small() -> None:
+    pictures = [path.stat().st_size for path in PICTURES.glob("dashboard_*.webp")]
+    assert len(pictures) == 4
+    assert sum(pictures) < 300 << 10
 
 
 def test_the_feed_is_for_admins(router: RouterInThread) -> None:
