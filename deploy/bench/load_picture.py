@@ -52,9 +52,10 @@ def _shares(svg: Svg, column: int, row: int, title: str, runs: Mapping[str, Sequ
         every = max(1, len(ordered) // MOST_POINTS)
         points = [(value, (n + 1) / len(ordered)) for n, value in enumerate(ordered) if n % every == 0]
         chart.line([*points, *((ordered[-1], 1.0) for _ in ordered[:1])], _colour(index))
-        for percent in PERCENTILES if len(runs) == 1 and ordered else ():
-            value = percentile(ordered, percent)
-            chart.mark(value, percent / 100, f"p{percent} {seconds(value)}", _colour(index))
+        found = {percent: percentile(ordered, percent) for percent in PERCENTILES if ordered}
+        chart.dots(((value, percent / 100) for percent, value in found.items()), _colour(index))
+        if len(runs) == 1:
+            chart.note([f"p{percent} {seconds(value)}" for percent, value in found.items()])
 
 
 def _rates(svg: Svg, runs: Mapping[str, Sequence[RequestTimes]]) -> None:

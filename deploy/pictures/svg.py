@@ -108,12 +108,10 @@ class Chart:
         for point in points:
             self._svg.dot(*self._place(*point), colour)
 
-    def mark(self, x: float, y: float, words: str, colour: str) -> None:
-        """A dot with words beside it, on the side where there is room."""
-        at, height = self._place(x, y)
-        self._svg.dot(at, height, colour, 3.5)
-        is_right = at + 8 + LETTER * len(words) < self._left + self._width
-        self._svg.text(at + (8 if is_right else -8), height + 14, words, anchor="start" if is_right else "end")
+    def note(self, words: Sequence[str]) -> None:
+        """Lines in the corner at the bottom right, where what grows to the right leaves room."""
+        for row, line in enumerate(reversed(words)):
+            self._svg.text(self._left + self._width - 8, self._bottom - 10 - 18 * row, line, anchor="end")
 
     def _place(self, x: float, y: float) -> tuple[float, float]:
         return self._left + self._x.share(x) * self._width, self._bottom - self._y.share(y) * self._height
@@ -127,8 +125,8 @@ def seconds(value: float) -> str:
 
 
 def span(values: Sequence[float], unit: str = "", *, is_log: bool = False) -> Axis:
-    """An axis that holds all values: from 0, or a logarithmic one with room for words behind the last."""
+    """An axis that holds all values: from 0, or a logarithmic one without the least hundredth of them."""
     if is_log:
-        found = [value for value in values if value > 0] or [1.0]
-        return Axis(min(found) / 1.2, max(found) * 1.8, unit, is_log=True)
+        found = sorted(value for value in values if value > 0) or [1.0]
+        return Axis(found[len(found) // 100] / 1.2, found[-1] * 1.2, unit, is_log=True)
     return Axis(0.0, max([*values, 0.0]) * 1.05 or 1.0, unit)

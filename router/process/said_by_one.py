@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from zlib import crc32
 
-HOLD_S = 5.0  # a guess: processes that find the same find it within moments
+from tandem.engine.process.process_log import REPEAT_S
+
+HOLD_S = REPEAT_S  # so that of trouble that lasts one process tells, as often as it would alone
 NUM_PLACES = 64  # lines that are known at a time; a guess
 
 
