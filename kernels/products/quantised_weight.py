@@ -12,12 +12,12 @@ import torch
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 INT4_HALF = 8  # what is stored for 0 where a format has no zero points
-LANE_INPUTS = 32  # of the words that the tensor cores' lanes share out: 4 words, each of 8 numbers
+LANE_INPUTS = 32  # that four of the tensor cores' lanes share out among them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedWeight:
-    """[N, K]: (stored - zero) * scale. `values`: e4m3 [N, K], or of 4 bits int32 [N, K / 8] as `packed` makes it.
+    """[N, K]: (stored - zero) * scale. `values`: e4m3 [N, K], or of 4 bits uint8 [N, K / 2] as `packed` makes it.
     `scales` [G, N] of any float; `zeros` [G, N] in the same type, of 4 bits only. `group`: inputs that share a scale
     (the last group may have fewer); 0: all of them, G is 1."""
 
@@ -33,7 +33,7 @@ class QuantisedWeight:
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
-        return self.values.shape[0], self.values.shape[1] * (1 if self.zeros is None else 8)
+        return self.values.shape[0], self.values.shape[1] * (1 if self.zeros is None else 2)
 
     @property
     def num_bytes(self) -> int:
@@ -45,11 +45,11 @@ class QuantisedWeight:
         return replace(self, values=self.values[start:stop], scales=self.scales[:, start:stop], zeros=zeros)
 
     def columns(self, start: int, stop: int) -> QuantisedWeight:
-        """Inputs `start` to `stop`. Raises ValueError where they cut a group, or a word's numbers, apart."""
+        """Inputs `start` to `stop`. Raises ValueError where they cut a group, or lanes' numbers, apart."""
         step = max(self.group, 1) if self.zeros is None else max(self.group, LANE_INPUTS)
         if start % step or (stop % step and stop != self.shape[1]):
             raise ValueError(f"inputs {start} to {stop} cut groups of {step} apart")
-        per = 1 if self.zeros is None else 8
+        per = 1 if self.zeros is None else 2
         values = self.values[:, start // per : stop // per]
         if not self.group:
             return replace(self, values=values)
@@ -98,9 +98,9 @@ def empty_int4(
     num_outputs: int, num_inputs: int, group: int, scale_dtype: torch.dtype, device: torch.device | str
 ) -> QuantisedWeight:
     groups = -(-num_inputs // group) if group else 1
-    words = torch.empty((num_outputs, num_inputs // 8), dtype=torch.int32, device=device)
+    pairs = torch.empty((num_outputs, num_inputs // 2), dtype=torch.uint8, device=device)
     scales, zeros = (torch.empty((groups, num_outputs), dtype=scale_dtype, device=device) for _ in range(2))
-    return QuantisedWeight(words, scales, zeros, group)
+    return QuantisedWeight(pairs, scales, zeros, group)
 
 
 def quantise_fp8(weight_NK: torch.Tensor) -> QuantisedWeight:
@@ -117,23 +117,22 @@ def quantise_int4(weight_NK: torch.Tensor, group: int, scale_dtype: torch.dtype)
     scale_NG = (groups.abs().amax(2) / (INT4_HALF - 1)).clamp_min(torch.finfo(torch.float16).tiny).to(scale_dtype)
     stored = (groups / scale_NG.float()[:, :, None]).round_().clamp_(-INT4_HALF, INT4_HALF - 1) + INT4_HALF
     zeros = torch.full_like(scale_NG.t(), INT4_HALF, memory_format=torch.contiguous_format)
-    words = packed(stored.to(torch.uint8).view(num_outputs, num_inputs))
-    return QuantisedWeight(words, scale_NG.t().contiguous(), zeros, group)
+    pairs = packed(stored.to(torch.uint8).view(num_outputs, num_inputs))
+    return QuantisedWeight(pairs, scale_NG.t().contiguous(), zeros, group)
 
 
 def packed(stored_NK: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, K] of 0 to 15 -> int32 [N, K / 8], K a multiple of 32. Word 4 b + t holds inputs 32 b + 16 s + 8 h + 2
-    t + p, in bits 4 (4 s + 2 h + p) and up: what a lane of the tensor cores multiplies with lies in its words."""
+    """uint8 [N, K] of 0 to 15 -> uint8 [N, K / 2], K a multiple of 32. Byte 16 b + 4 t + 2 s + h holds inputs
+    32 b + 16 s + 8 h + 2 t + p, the lower half that of p = 0: a lane of the tensor cores finds its own in one word."""
     num_outputs, num_inputs = stored_NK.shape
     by_place = stored_NK.view(num_outputs, num_inputs // LANE_INPUTS, 2, 2, 4, 2).permute(0, 1, 4, 2, 3, 5)
     pairs = by_place.reshape(num_outputs, num_inputs // 2, 2)
-    return (pairs[:, :, 0] | pairs[:, :, 1] << 4).contiguous().view(torch.int32)
+    return pairs[:, :, 0] | pairs[:, :, 1] << 4
 
 
-def unpacked(words: torch.Tensor) -> torch.Tensor:
+def unpacked(pairs: torch.Tensor) -> torch.Tensor:
     """What `packed` was given."""
-    num_outputs, num_inputs = words.shape[0], words.shape[1] * 8
-    pairs = words.contiguous().view(torch.uint8)
+    num_outputs, num_inputs = pairs.shape[0], pairs.shape[1] * 2
     stored = torch.stack((pairs & 15, pairs >> 4), 2).view(num_outputs, num_inputs // LANE_INPUTS, 4, 2, 2, 2)
     return stored.permute(0, 1, 3, 4, 2, 5).reshape(num_outputs, num_inputs)
 

@@ -11,7 +11,7 @@ from tandem.kernels.products.fused_ops import silu_mul
 from tandem.kernels.products.quantised import quantise_rows
 from tandem.kernels.products.quantised_plans import QuantisedPlan
 from tandem.kernels.products.quantised_weight import FP8, QuantisedWeight, quantise_fp8, quantise_int4
-from tandem.kernels.triton_kernels.products.matmul_quantised_launch import launch
+from tandem.kernels.triton_kernels.products.matmul_quantised_launch import dequantise, launch
 from tandem.kernels.triton_kernels.products.quantise_rows import quantise_rows_triton
 
 
@@ -31,7 +31,7 @@ def weight_of(kind: str, num_outputs: int, num_inputs: int) -> QuantisedWeight:
 @pytest.mark.parametrize(
     ("num_rows", "num_outputs", "num_inputs", "plan"),
     [
-        (1, 48, 128, QuantisedPlan(32, 16, 64, 1, 4, 3)),  # a part of a tile
+        (1, 64, 128, QuantisedPlan(32, 16, 64, 1, 4, 3)),
         (19, 64, 320, QuantisedPlan(32, 16, 32, 3, 4, 2)),  # rows and K in several parts
     ],
 )
@@ -48,10 +48,13 @@ def test_the_product_is_that_of_the_weights_made_whole(
     gated = torch.full((num_rows, num_outputs // 2), torch.nan)
     launch(plan, x, weight, gated, arrivals, bias_N=None, silu=True)
     torch.testing.assert_close(gated, silu_mul(functional.linear(x, whole), 8), rtol=1e-4, atol=1e-2)
-    some = torch.full((num_rows, 16), torch.nan)
-    launch(plan, x, weight.rows(16, 32), some, arrivals, bias_N=None, silu=False)
-    torch.testing.assert_close(some, functional.linear(x, whole[16:32]), rtol=1e-4, atol=1e-3)
+    some = torch.full((num_rows, 32), torch.nan)
+    launch(plan, x, weight.rows(32, 64), some, arrivals, bias_N=None, silu=False)
+    torch.testing.assert_close(some, functional.linear(x, whole[32:64]), rtol=1e-4, atol=1e-3)
     assert not arrivals.any()
+    made = torch.full(weight.shape, torch.nan)
+    dequantise(weight, made, plan.tile_k)
+    torch.testing.assert_close(made, whole, rtol=1e-6, atol=0)
 
 
 def test_rows_of_activations_are_divided_by_their_largest_number() -> None:

@@ -42,7 +42,7 @@ def test_products_compile(num_rows: int, group: int, bits: int, silu: bool, capa
     plan = choose_plan(num_rows, 28672 if silu else 4096, 4096, group, bits)
     assert plan is not None
     scale = "*fp32" if bits == 8 else "*fp16"
-    types = {**TYPES, "values": "*fp8e4nv" if bits == 8 else "*i32", "scales": scale, "zeros": scale}
+    types = {**TYPES, "values": "*fp8e4nv" if bits == 8 else "*u8", "scales": scale, "zeros": scale}
     constants = constants_of(plan, group, bits, silu=silu)
     compiled = compile_kernel(matmul_quantised_kernel, types, constants, capability)
     assert "cp.async" in compiled.asm["ptx"], "weights are not loaded ahead"

@@ -15,40 +15,58 @@ import triton.language as tl
 from tandem.kernels.triton_kernels.common import INTERPRETED, begin, dot
 
 SILU_GROUP: tl.constexpr = tl.constexpr(8)  # gate and up rows alternate in groups of 8
+UNIT: tl.constexpr = tl.constexpr(2.0**-9)  # what numbers of 4 bits are counted in
 
 
 @triton.jit
 def load_weights(values, zero, rows, step, DTYPE: tl.constexpr, BITS: tl.constexpr, TILE_K: tl.constexpr):
-    """[rows, TILE_K] in DTYPE: what is stored, less its zero point [rows]. Of 4 bits, word 4 b + t of a row holds
-    inputs 32 b + 16 s + 8 h + 2 t + p, the lowest bits those of s = h = p = 0, then p, h, s: as the tensor cores' lanes
-    want them (kernels/products/quantised_weight.py packs them)."""
+    """[rows, TILE_K] in DTYPE. Of 4 bits what is stored less its zero point [rows], both times UNIT: byte
+    16 b + 4 t + 2 s + h of a row holds inputs 32 b + 16 s + 8 h + 2 t + p, the lower half that of p = 0, as the tensor
+    cores' lanes want them (kernels/products/quantised_weight.py packs them)."""
     if BITS == 8:
         columns = step * TILE_K + tl.arange(0, TILE_K)
         return tl.load(values + rows[:, None] + columns[None, :]).to(DTYPE)
     else:
         TILE_N: tl.constexpr = rows.shape[0]
-        columns = step * (TILE_K // 8) + tl.arange(0, TILE_K // 8)
-        words = tl.load(values + rows[:, None] + columns[None, :])
-        shifted = words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]
+        columns = step * (TILE_K // 2) + tl.arange(0, TILE_K // 2)
+        pairs = tl.load(values + rows[:, None] + columns[None, :])
         if INTERPRETED:
-            numbers = ((shifted & 15) - zero.to(tl.int32)[:, None, None]).to(DTYPE)
-        else:  # 128 + number in bf16 is the number's bits below those of 128
-            biased = (shifted & 15 | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-            numbers = (biased - (zero + 128).to(tl.bfloat16)[:, None, None]).to(DTYPE)
-        by_lane = numbers.reshape(TILE_N, TILE_K // 32, 4, 2, 2, 2)
-        return by_lane.permute(0, 1, 3, 4, 2, 5).reshape(TILE_N, TILE_K)
+            low, high = pairs & 15, pairs >> 4
+        else:  # four at a time
+            low = tl.inline_asm_elementwise("and.b32 $0, $1, 0x0f0f0f0f;", "=r,r", [pairs], tl.uint8, True, 4)
+            high = tl.inline_asm_elementwise(
+                "{ .reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x0f0f0f0f; }", "=r,r", [pairs], tl.uint8, True, 4
+            )
+        by_lane = tl.join(low, high).reshape(TILE_N, TILE_K // 32, 4, 2, 2, 2).permute(0, 1, 3, 4, 2, 5)
+        stored = by_lane.reshape(TILE_N, TILE_K)
+        if INTERPRETED:  # noqa: SIM108 (it is decided when the kernel is compiled)
+            numbers = stored.to(DTYPE) * UNIT
+        else:  # e4m3's numbers below 2^-5 are its bits times 2^-9, and conversions are what the compiler makes in place
+            numbers = stored.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        return numbers - (zero.to(tl.float32) * UNIT).to(DTYPE)[:, None]
+
+
+@triton.jit
+def prefetch(values, rows, first_byte, num_bytes):
+    """Has the first bytes of each row's share on their way to the cache while the preceding kernel still runs."""
+    places = (values + rows + first_byte).to(tl.int64)
+    sizes = tl.full(places.shape, 0, tl.int32) + num_bytes
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [places, sizes], tl.int32, False, 1
+    )
 
 
 @triton.jit
 def finish(
-    acc, scales, bias, y, outputs, rows, num_rows, size_n, first_y, size_y, y_row,
-    TILE_N: tl.constexpr, TILE_M: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
+    acc, scales, bias, y, outputs, rows, num_rows, first_y, y_row,
+    TILE_N: tl.constexpr, TILE_M: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
 ):  # fmt: skip
     """Scale and bias, then SiLU times up, in fp32; rounded once and stored."""
     if GROUP == 0:
-        acc *= tl.load(scales + outputs, mask=outputs < size_n, other=0.0).to(tl.float32)[:, None]
+        acc *= scale_of(scales + outputs, BITS)[:, None]
     if HAS_BIAS:
-        acc += tl.load(bias + outputs, mask=outputs < size_n, other=0.0).to(tl.float32)[:, None]
+        acc += tl.load(bias + outputs).to(tl.float32)[:, None]
     if SILU:
         pairs = acc.reshape(TILE_N // (2 * SILU_GROUP), 2, SILU_GROUP, TILE_M).permute(0, 2, 3, 1)
         gate, up = tl.split(pairs)
@@ -56,25 +74,27 @@ def finish(
         places = first_y + tl.arange(0, TILE_N // 2)
     else:
         places = first_y + tl.arange(0, TILE_N)
-    inside = (places < size_y)[:, None] & (rows < num_rows)[None, :]
+    inside = (rows < num_rows)[None, :]
     tl.store(y + rows.to(tl.int64)[None, :] * y_row + places[:, None], acc.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "size_n", "size_y", "steps", "splits", "lanes", "x_row", "w_row", "y_row", "s_row"]
-)
+@triton.jit
+def scale_of(places, BITS: tl.constexpr):
+    scale = tl.load(places).to(tl.float32)
+    return scale / UNIT if BITS == 4 else scale
+
+
+@triton.jit(do_not_specialize=["num_rows", "steps", "splits", "lanes", "x_row", "w_row", "y_row", "s_row"])
 def matmul_quantised_kernel(
     x,  # [M, K], strides (x_row, 1)
-    values,  # e4m3 [N, K] or int32 [N, K / 8], strides (w_row, 1)
+    values,  # e4m3 [N, K] or uint8 [N, K / 2], strides (w_row, 1)
     scales,  # any float [G, N], or [1, N] where GROUP is 0; strides (s_row, 1)
     zeros,  # as scales: what is stored for 0; of 4 bits only
     bias,  # [N], any float
-    y,  # [M, size_y], strides (y_row, 1): size_y is N, or N / 2 with SILU
+    y,  # [M, N], or [M, N / 2] with SILU, strides (y_row, 1)
     sums,  # fp32 [grid, TILE_N, TILE_M], for splits > 1
     arrivals,  # int32 [tiles], zero between launches
     num_rows,
-    size_n,
-    size_y,
     steps,  # K / TILE_K
     splits,
     lanes,  # tiles along M
@@ -82,7 +102,7 @@ def matmul_quantised_kernel(
     w_row,  # in 16 bytes
     y_row,
     s_row,  # in 8 elements
-    TILE_N: tl.constexpr,
+    TILE_N: tl.constexpr,  # it divides N
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,  # GROUP is a multiple of it
     GROUP: tl.constexpr,  # inputs that share a scale; 0: all
@@ -91,6 +111,7 @@ def matmul_quantised_kernel(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,  # bytes of a row
     PDL: tl.constexpr,
 ):
     """Grid (tiles along N * splits * lanes)."""
@@ -98,12 +119,15 @@ def matmul_quantised_kernel(
     split = tl.program_id(0) // lanes % splits
     tile = tl.program_id(0) // lanes // splits
     outputs = tile * TILE_N + tl.arange(0, TILE_N)
-    w_rows = tl.minimum(outputs, size_n - 1).to(tl.int64) * (w_row * (16 if BITS == 8 else 4))
+    w_rows = outputs.to(tl.int64) * (w_row * 16)
     rows = lane * TILE_M + tl.arange(0, TILE_M)
     inputs = x + tl.minimum(rows, num_rows - 1).to(tl.int64)[None, :] * (x_row * 16) + tl.arange(0, TILE_K)[:, None]
     first, last = split * steps // splits, (split + 1) * steps // splits
     acc = tl.zeros([TILE_N, TILE_M], tl.float32)
-    zero = tl.load(zeros + outputs, mask=outputs < size_n, other=0.0) if BITS == 4 else outputs
+    zero = tl.load(zeros + outputs) if BITS == 4 else outputs
+    if PDL and PREFETCH > 0:
+        STEP_BYTES: tl.constexpr = TILE_K * BITS // 8
+        prefetch(values, w_rows, first * STEP_BYTES, tl.minimum((last - first) * STEP_BYTES, PREFETCH))
     begin(PDL)
     for step in tl.range(first, last, num_stages=STAGES):
         values_KM = tl.load(inputs + step * TILE_K)
@@ -111,13 +135,11 @@ def matmul_quantised_kernel(
             acc += dot(load_weights(values, zero, w_rows, step, x.dtype.element_ty, BITS, TILE_K), values_KM)
         else:
             places = step // (GROUP // TILE_K) * (s_row * 8) + outputs
-            scale = tl.load(scales + places, mask=outputs < size_n, other=0.0).to(tl.float32)
+            scale = scale_of(scales + places, BITS)
             if BITS == 4:
-                zero = tl.load(zeros + places, mask=outputs < size_n, other=0.0)
-            acc += (
-                dot(load_weights(values, zero, w_rows, step, x.dtype.element_ty, BITS, TILE_K), values_KM)
-                * scale[:, None]
-            )
+                zero = tl.load(zeros + places)
+            weights = load_weights(values, zero, w_rows, step, x.dtype.element_ty, BITS, TILE_K)
+            acc += dot(weights, values_KM) * scale[:, None]
     first_y = tile * (TILE_N // 2 if SILU else TILE_N)
     if IS_SPLIT:
         places = tl.arange(0, TILE_N)[:, None] * TILE_M + tl.arange(0, TILE_M)[None, :]
@@ -131,11 +153,30 @@ def matmul_quantised_kernel(
                 left = sums + (own * splits + other).to(tl.int64) * (TILE_N * TILE_M) + places
                 acc += tl.load(left, cache_modifier=".cg")
             finish(
-                acc, scales, bias, y, outputs, rows, num_rows, size_n, first_y, size_y, y_row,
-                TILE_N, TILE_M, GROUP, HAS_BIAS, SILU,
+                acc, scales, bias, y, outputs, rows, num_rows, first_y, y_row,
+                TILE_N, TILE_M, GROUP, BITS, HAS_BIAS, SILU,
             )  # fmt: skip
     else:
         finish(
-            acc, scales, bias, y, outputs, rows, num_rows, size_n, first_y, size_y, y_row,
-            TILE_N, TILE_M, GROUP, HAS_BIAS, SILU,
+            acc, scales, bias, y, outputs, rows, num_rows, first_y, y_row, TILE_N, TILE_M, GROUP, BITS, HAS_BIAS, SILU
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["w_row", "s_row", "y_row"])
+def dequantise_kernel(
+    values, scales, zeros,  # as above
+    y,  # [N, K], strides (y_row * 16, 1)
+    w_row, s_row, y_row,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (N / TILE_N, K / TILE_K): the weight in y's type, rounded once."""
+    outputs = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    step = tl.program_id(1)
+    places = outputs + (step // (GROUP // TILE_K) * (s_row * 8) if GROUP > 0 else 0)
+    begin(PDL)
+    zero = tl.load(zeros + places) if BITS == 4 else outputs
+    w_rows = outputs.to(tl.int64) * (w_row * 16)
+    weights = load_weights(values, zero, w_rows, step, y.dtype.element_ty, BITS, TILE_K).to(tl.float32)
+    columns = step * TILE_K + tl.arange(0, TILE_K)
+    into = y + outputs.to(tl.int64)[:, None] * (y_row * 16) + columns[None, :]
+    tl.store(into, (weights * scale_of(scales + places, BITS)[:, None]).to(y.dtype.element_ty))

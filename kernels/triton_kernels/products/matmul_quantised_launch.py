@@ -9,7 +9,7 @@ import torch
 from tandem.kernels.products.quantised_plans import QuantisedPlan
 from tandem.kernels.products.quantised_weight import QuantisedWeight
 from tandem.kernels.triton_kernels.common import overlap
-from tandem.kernels.triton_kernels.products.matmul_quantised import matmul_quantised_kernel
+from tandem.kernels.triton_kernels.products.matmul_quantised import dequantise_kernel, matmul_quantised_kernel
 
 
 def constants_of(
@@ -19,6 +19,7 @@ def constants_of(
     return {
         "TILE_N": plan.tile_n, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "GROUP": group, "BITS": bits,
         "IS_SPLIT": plan.splits > 1, "HAS_BIAS": has_bias, "SILU": silu, "STAGES": plan.stages,
+        "PREFETCH": plan.prefetch,
         "num_warps": plan.warps,
     }  # fmt: skip
 
@@ -38,6 +39,7 @@ def launch(
     tiles = plan.tiles(num_rows, num_outputs)
     assert tiles <= len(arrivals), f"{tiles} tiles"
     assert num_inputs % plan.tile_k == 0 == weight.group % plan.tile_k, f"{plan} for {weight.shape}"
+    assert num_outputs % plan.tile_n == 0, f"{plan} for {weight.shape}"
     assert x_MK.stride(0) % 16 == 0, "rows of x must start at multiples of 16"
     size = plan.tile_n * plan.tile_m * (tiles * plan.splits if plan.splits > 1 else 0)
     sums = torch.empty(size, dtype=torch.float32, device=out.device) if size else out
@@ -46,8 +48,19 @@ def launch(
     assert not weight.group or scales.stride() == zeros.stride(), "scales and zeros lie differently"
     matmul_quantised_kernel[(tiles * plan.splits,)](
         x_MK, values, scales, zeros, scales if bias_N is None else bias_N, out, sums, arrivals,
-        num_rows, num_outputs, out.shape[1], num_inputs // plan.tile_k, plan.splits, plan.lanes(num_rows),
-        x_MK.stride(0) // 16, values.stride(0) * values.element_size() // 16, out.stride(0), scales.stride(0) // 8,
+        num_rows, num_inputs // plan.tile_k, plan.splits, plan.lanes(num_rows),
+        x_MK.stride(0) // 16, values.stride(0) // 16, out.stride(0), scales.stride(0) // 8,
         **constants_of(plan, weight.group, weight.bits, has_bias=bias_N is not None, silu=silu),
         **overlap(out.device),
+    )  # fmt: skip
+
+
+def dequantise(weight: QuantisedWeight, out: torch.Tensor, tile_k: int) -> None:
+    """out [N, K] = the weight in its type. N is a multiple of 64, K and the group of `tile_k`."""
+    num_outputs, num_inputs = weight.shape
+    scales, values = weight.scales, weight.values
+    zeros = scales if weight.zeros is None else weight.zeros
+    dequantise_kernel[(num_outputs // 64, num_inputs // tile_k)](
+        values, scales, zeros, out, values.stride(0) // 16, scales.stride(0) // 8, out.stride(0) // 16,
+        TILE_N=64, TILE_K=tile_k, GROUP=weight.group, BITS=weight.bits, num_warps=4, **overlap(out.device),
     )  # fmt: skip

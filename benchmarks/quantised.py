@@ -1,0 +1,180 @@
+"""Products of an 8B Llama over quantised weights: decode steps beside reading weights once, prompts beside bf16.
+
+python benchmarks/quantised.py              # ms a step and TB/s of weights by the shipped plans; TFLOP/s of prompts
+python benchmarks/quantised.py --sweep      # every plan worth trying, and the best of each product
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+from collections.abc import Callable, Iterator
+
+import torch
+from product_steps import PRODUCTS, measure_limits, random_matrix, replay_ms
+from torch.nn import functional
+
+from tandem.kernels.products import quantised
+from tandem.kernels.products.fused_ops import silu_mul
+from tandem.kernels.products.quantised_plans import QuantisedPlan, choose_plan
+from tandem.kernels.products.quantised_weight import FP8, QuantisedWeight, quantise_fp8, quantise_int4
+
+GROUPS = {"fp8": 0, "fp8 blocks": 128, "int4": 128}
+NAMES = ("qkv", "o", "gate_up", "down")
+GATED = "gate_up"
+LADDER = (1, 16, 64, 128, 256)
+
+
+def weight_of(kind: str, outputs: int, inputs: int) -> QuantisedWeight:
+    plain = random_matrix(outputs, inputs)
+    if kind == "int4":
+        return quantise_int4(plain, GROUPS[kind], torch.float16)
+    made = quantise_fp8(plain)
+    groups = inputs // GROUPS[kind] if GROUPS[kind] else 1
+    return QuantisedWeight(made.values, made.scales.repeat(groups, 1), None, GROUPS[kind])
+
+
+def shipped(kind: str, rows: int, outputs: int, inputs: int) -> QuantisedPlan:
+    plan = choose_plan(rows, outputs, inputs, GROUPS[kind], 4 if kind == "int4" else 8)
+    assert plan is not None
+    return plan
+
+
+def candidates(kind: str, rows: int, outputs: int, inputs: int) -> Iterator[QuantisedPlan]:
+    """Plans worth trying."""
+    base = shipped(kind, rows, outputs, inputs)
+    shapes = [(64, base.tile_m, 4, 4), (128, base.tile_m, 4, 3), (128, base.tile_m, 8, 3), (64, base.tile_m, 4, 6)]
+    if rows > 128:
+        shapes += [(64, 256, 4, 3), (128, 256, 8, 3)]
+    wide = (128, 256) if kind == "fp8" and rows <= 16 else (128,)
+    for tile_n, tile_m, warps, stages in shapes:
+        for tile_k in wide:
+            if stages * tile_k * (tile_n + 2 * tile_m) > 200 << 10:
+                continue
+            for splits in {base.splits, max(1, base.splits // 2), min(8, base.splits * 2)}:
+                for ahead in {base.prefetch, 0} if splits == base.splits else {base.prefetch}:
+                    yield QuantisedPlan(tile_n, tile_m, tile_k, splits, warps, stages, ahead)
+
+
+def compile_plan(case: tuple[str, QuantisedPlan, bool]) -> str:
+    """Runs one small product, so that its kernel lies in Triton's cache; -> why it can't be used, or ''."""
+    kind, plan, gated = case
+    try:
+        quantised.run_plan(plan, random_matrix(plan.tile_m, 4096), weight_of(kind, 256, 4096), silu=gated)
+        torch.cuda.synchronize()
+    except Exception as failure:
+        return f"{type(failure).__name__}: {str(failure)[:80]}"
+    return ""
+
+
+def microseconds(run: Callable[[QuantisedWeight], object], weights: list[QuantisedWeight]) -> float:
+    return replay_ms(lambda: [run(weight) for weight in weights], 5) * 1e3 / len(weights)
+
+
+def error_of(out: torch.Tensor, x: torch.Tensor, weight: QuantisedWeight, gated: bool) -> float:
+    expected = functional.linear(x.float(), weight.dequantised(torch.float32))
+    expected = silu_mul(expected, 8) if gated else expected
+    return ((out.float() - expected).norm() / expected.norm()).item()
+
+
+def copies_of(kind: str, outputs: int, inputs: int) -> list[QuantisedWeight]:
+    """As many as the cache doesn't hold."""
+    first = weight_of(kind, outputs, inputs)
+    return [first] + [QuantisedWeight(first.values.clone(), first.scales, first.zeros, first.group) for _ in range(7)]
+
+
+def decode_steps(kinds: list[str], ladder: list[int], sweep: bool) -> None:
+    cases = {
+        (kind, plan, name == GATED)
+        for kind in kinds
+        for rows in ladder
+        for name in NAMES
+        for plan in (candidates if sweep else lambda *sizes: [shipped(*sizes)])(kind, rows, *PRODUCTS[name][:2])
+    }
+    with multiprocessing.get_context("spawn").Pool(12) as pool:
+        ordered = sorted(cases)
+        reasons = dict(zip(ordered, pool.map(compile_plan, ordered, chunksize=1), strict=True))
+    for case, why in reasons.items():
+        if why:
+            print(f"left out {case}: {why}")
+    print(
+        f"{len(cases)} kernels\n{'kind':10} {'rows':>4} {'ms of 32 layers':>15} {'TB/s':>6}; us a product, error, plan"
+    )
+    for kind in kinds:
+        weights = {name: copies_of(kind, *PRODUCTS[name][:2]) for name in NAMES}
+        for rows in ladder:
+            total, told, num_bytes = 0.0, [], 0
+            for name in NAMES:
+                outputs, inputs, _ = PRODUCTS[name]
+                x, gated = random_matrix(rows, inputs), name == GATED
+                times = {}
+                plans = (
+                    set(candidates(kind, rows, outputs, inputs)) if sweep else {shipped(kind, rows, outputs, inputs)}
+                )
+                for plan in sorted(plans):
+                    if not reasons[kind, plan, gated]:
+                        run = functools.partial(quantised.run_plan, plan, x, silu=gated)
+                        if (error := error_of(run(weights[name][0]), x, weights[name][0], gated)) < 1e-2:
+                            times[plan] = microseconds(run, weights[name]), error
+                        else:
+                            print(f"wrong by {error:.1e}: {kind} {rows} {name} {plan}")
+                for plan in sorted(times, key=lambda plan: times[plan])[: 3 if sweep else 1]:
+                    told.append(f"{name} {times[plan][0]:.1f} {times[plan][1]:.0e} {','.join(map(str, plan))}")
+                total += min((time for time, _ in times.values()), default=float("nan"))
+                num_bytes += weights[name][0].num_bytes
+            print(
+                f"{kind:10} {rows:4} {total * 32e-3:15.2f} {num_bytes / total / 1e6:6.2f}; {'; '.join(told)}",
+                flush=True,
+            )
+
+
+def prompts(rows: int) -> None:
+    """TFLOP/s of a layer's products for so many rows."""
+    operations = sum(2 * rows * PRODUCTS[name][0] * PRODUCTS[name][1] for name in NAMES)
+    xs = {name: random_matrix(rows, PRODUCTS[name][1]) for name in NAMES}
+    plain = {name: random_matrix(*PRODUCTS[name][:2]) for name in NAMES}
+    made = {name: quantise_fp8(plain[name]) for name in NAMES}
+    small = {name: weight_of("int4", *PRODUCTS[name][:2]) for name in NAMES}
+    rounded = {name: quantised.quantise_rows(x) for name, x in xs.items()}
+    one = torch.ones((), device="cuda")
+
+    def scaled_mm(name: str, is_fast: bool, a_scale: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
+        values = made[name].values.view(FP8)
+        return torch._scaled_mm(
+            rounded[name][0], values.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=is_fast
+        )
+
+    ways: dict[str, Callable[[str], object]] = {
+        "bf16": lambda name: functional.linear(xs[name], plain[name]),
+        "fp8, activations rounded": lambda name: quantised.scaled_linear(xs[name], made[name]),
+        "fp8 product alone, a scale a row": lambda name: scaled_mm(name, True, rounded[name][1], made[name].scales),
+        "the same, precise sums": lambda name: scaled_mm(name, False, rounded[name][1], made[name].scales),
+        "fp8 product alone, a scale a tensor": lambda name: scaled_mm(name, True, one, one),
+        "int4 made whole": lambda name: functional.linear(xs[name], quantised.made_whole(small[name], xs[name])),
+    }
+    for what, run in ways.items():
+        try:
+            ms = {name: replay_ms(functools.partial(run, name), 3) for name in NAMES}
+            listed = ", ".join(f"{name} {time:.3f}" for name, time in ms.items())
+            print(f"{rows} rows {what:36} {operations / sum(ms.values()) / 1e9:7.0f} TFLOP/s; ms: {listed}", flush=True)
+        except Exception as failure:
+            print(f"{rows} rows {what:36} failed: {str(failure)[:120]}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--kinds", nargs="+", default=list(GROUPS))
+    parser.add_argument("--rows", type=int, nargs="+", default=LADDER)
+    parser.add_argument("--prompt-rows", type=int, nargs="*", default=[8192])
+    options = parser.parse_args()
+    bandwidth, rate = measure_limits()
+    print(f"copy {bandwidth / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s", flush=True)
+    for rows in options.prompt_rows:
+        prompts(rows)
+    decode_steps(options.kinds, options.rows, options.sweep)
+
+
+if __name__ == "__main__":
+    main()

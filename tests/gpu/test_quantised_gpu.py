@@ -1,0 +1,98 @@
+"""Products over quantised weights on a GPU against the weights made whole, also in graphs; quantised models served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_checks import relative_error
+from near_ties import check_against_reference
+from quantised_checkpoints import quantised_folders
+from torch.nn import functional
+
+from in_process_cluster import client_of, cuda_pair
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.kernels.products import quantised
+from tandem.kernels.products.fused_ops import silu_mul
+from tandem.kernels.products.quantised_weight import QuantisedWeight, quantise_fp8, quantise_int4
+from tiny_models import random_prompt, tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda", 0)
+KINDS = ("fp8", "fp8 in groups", "int4 in groups")
+
+
+def weight_of(kind: str, outputs: int, inputs: int) -> QuantisedWeight:
+    plain = torch.randn(outputs, inputs, device=CUDA) * inputs**-0.5
+    if kind == "int4 in groups":
+        made = quantise_int4(plain, 128, torch.float16)
+        assert made.zeros is not None
+        return QuantisedWeight(made.values, made.scales, torch.randint_like(made.zeros, 16), 128)
+    made = quantise_fp8(plain)
+    if kind == "fp8":
+        return made
+    groups = torch.rand(inputs // 128, outputs, device=CUDA) + 0.5
+    return QuantisedWeight(made.values, made.scales * groups, None, 128)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128, 256)])
+def test_few_rows_are_products_with_the_weights_made_whole(kind: str, outputs: int, inputs: int) -> None:
+    weight = weight_of(kind, outputs, inputs)
+    whole = weight.dequantised(torch.float32)
+    for rows in (1, 2, 16, 17, 64, 127, 256):
+        x = torch.randn(rows, inputs, device=CUDA).bfloat16()
+        assert quantised._plan(x, weight, silu=False) is not None, "the kernel doesn't serve"
+        product = functional.linear(x.float(), whole)
+        out = quantised.linear(x, weight)
+        assert relative_error(out, product) < 4e-3
+        assert torch.equal(out, quantised.linear(x, weight))
+        assert relative_error(quantised.linear(x, weight, silu=True), silu_mul(product, 8)) < 5e-3
+    assert not quantised.arrivals_of(CUDA).any()
+    assert relative_error(quantised.made_whole(weight, x), whole) < 4e-3
+
+
+def test_prompts_over_fp8_lose_what_rounding_activations_loses() -> None:
+    weight = weight_of("fp8", 6144, 4096)
+    x = torch.randn(1000, 4096, device=CUDA).bfloat16()
+    assert quantised._takes_scaled(x, weight), "fp8 products don't serve"
+    values, scales = quantised.quantise_rows(x)
+    rounded = functional.linear(values.float() * scales, weight.dequantised(torch.float32))
+    assert relative_error(quantised.linear(x, weight), rounded) < 5e-3
+    assert relative_error(rounded, functional.linear(x.float(), weight.dequantised(torch.float32))) < 0.04
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_replayed_in_graphs(kind: str) -> None:
+    weight, x = weight_of(kind, 4096, 4096), torch.zeros(5, 4096, device=CUDA, dtype=torch.bfloat16)
+    quantised.linear(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = quantised.linear(x, weight)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, quantised.linear(x, weight))
+
+
+@pytest.mark.parametrize("form", ["compressed_channel", "fp8_blocks", "awq", "packed"])
+def test_greedy_against_the_dequantised_weights_in_fp32(form: str, tmp_path: Path) -> None:
+    folder, twin = quantised_folders(tiny_model("llama"), tmp_path, form)
+    nodes = decode, prefill = cuda_pair(folder)
+    sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    with client_of(nodes) as client:
+        prompts = [
+            random_prompt(length, seed=length) for length in (1, 17, 90)
+        ]  # few enough rows that activations stay as they are
+        results = []
+        for index, prompt in enumerate(prompts):
+            split = client.submit(f"s{index}", prompt, sampling, decode=decode.info, prefill=prefill.info)
+            results += [(prompt, split), (prompt, client.submit(f"a{index}", prompt, sampling, decode=decode.info))]
+        client.wait()
+        for prompt, result in results:
+            assert result.failed is None, result.failed
+            check_against_reference(twin, prompt, result.output(), torch.bfloat16)
