@@ -42,7 +42,11 @@ def run_router(options: RouterOptions) -> int:
     options = replace(options, workers=options.workers or default_workers(os.cpu_count() or 1))
 
     def serving(port: int) -> None:
-        logger.info("requests are taken on http://%s:%d by %d process(es)", options.host, port, options.workers)
+        scheme = "https" if options.web.ssl_certfile else "http"
+        where = f"{scheme}://{options.host}:{port}"
+        logger.info(
+            "requests are taken on %s by %d process(es); %s/dashboard shows them", where, options.workers, where
+        )
         launcher.ready(port=port)
 
     if options.workers > 1:

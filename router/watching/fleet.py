@@ -88,7 +88,7 @@ class FleetLog:
 
     def shown(self, views: Iterable[NodeView]) -> list[dict[str, Any]]:
         """Each node as it is now, for JSON."""
-        order = sorted(views, key=lambda view: (view.role == "decode", view.role, view.info.node_id))
+        order = sorted(views, key=lambda view: (view.role, view.info.node_id))
         return [self._shown(view) for view in order]
 
     def _shown(self, view: NodeView) -> dict[str, Any]:
@@ -98,6 +98,8 @@ class FleetLog:
         return {
             "id": info.node_id,
             "role": info.role,
+            "leaning": view.leaning,
+            "why": said.leaning.why,
             "state": "draining" if view.draining else "silent" if view.silent else "serving",
             "version": info.version,
             "address": info.control_address,

@@ -87,7 +87,7 @@ function point(time) {
 // --- one request ---------------------------------------------------------------------------------------------
 
 function roleOf(node) {
-  return now?.nodes.find((each) => each.id === node)?.role ?? "";
+  return now?.nodes.find((each) => each.id === node)?.leaning ?? "";
 }
 
 async function openStory(name) {

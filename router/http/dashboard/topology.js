@@ -1,16 +1,18 @@
-// The nodes and what flows between them, as a picture: prefill nodes on the left, decode nodes on the right, those that
-// do both between them.
+// The nodes and what flows between them, as a picture: on the left those that are for prompts first, by their role or as
+// they lean, on the right those for tokens, between them those that are for neither first.
 
 import { html, keyed, say, set, svg } from "./dom.js";
 import { bytesPerSecond, count, perSecond, share, whole } from "./units.js";
 
 const ORDER = ["prefill", "unified", "decode"];
 const NAMES = { prefill: "prefill", unified: "prefill and decode", decode: "decode" };
+const LEANING = { prefill: "prompts first", decode: "tokens first" };
 const HEAD = 26;
 const GAP = 10;
 const MOST_MOVING = 24; // flows that are seen to move: the widest
 
-const known = (role) => (ORDER.includes(role) ? role : "unified");
+const sideOf = (node) => (ORDER.includes(node.leaning) ? node.leaning : "unified");
+const leans = (node) => node.role === "unified" && node.leaning !== "unified";
 
 export class Topology {
   constructor(parent, tableOfNodes) {
@@ -29,7 +31,7 @@ export class Topology {
 
   draw(now) {
     this.now = now;
-    const place = (node) => ORDER.indexOf(known(node.role));
+    const place = (node) => ORDER.indexOf(sideOf(node));
     now.nodes.sort((a, b) => place(a) - place(b) || a.id.localeCompare(b.id, "en", { numeric: true }));
     drawTable(this.table, now.nodes);
     if (!this.width) return;
@@ -50,7 +52,7 @@ export class Topology {
 
   /** Where each node's tile is. Each role has columns of tiles, and between the roles there is room for flows. */
   #places(nodes) {
-    const groups = ORDER.map((role) => [role, nodes.filter((node) => known(node.role) === role)])
+    const groups = ORDER.map((role) => [role, nodes.filter((node) => sideOf(node) === role)])
       .filter(([, members]) => members.length);
     const isNarrow = this.width < 560;
     const isDense = nodes.length > (isNarrow ? 8 : 24);
@@ -81,10 +83,11 @@ export class Topology {
           y: top + (i % tall) * (size.h + GAP) });
       });
       const inner = columns * room - (room - size.w);
-      heads.push({ role, x: left + shift * (room - size.w) + inner / 2, text: `${NAMES[role]} · ${members.length}` });
+      heads.push({ role, x: left + shift * (room - size.w) + inner / 2, 
+        text: `${members.some(leans) ? LEANING[role] : NAMES[role]} · ${members.length}` });
       left += columns * room + between;
     });
-    if (groups.length > 1 && !isNarrow) heads.push({ role: "flows", x: this.width / 2, text: total(this.now.flows) });
+    if (groups.length === 2 && !isNarrow) heads.push({ role: "flows", x: this.width / 2, text: total(this.now.flows) });
     return { of, heads, height };
   }
 }
@@ -101,7 +104,7 @@ function makeTile() {
 function drawTile(tile, node, { x, y, w, h, isDense }) {
   const [title, back, room, kv, name, load, pace, idle, prompt, token] = tile.children;
   const used = node.shares.pool ?? 0;
-  set(tile, { class: `node ${known(node.role)} ${node.state}`, transform: `translate(${x.toFixed(1)} ${y})` });
+  set(tile, { class: `node ${sideOf(node)} ${node.state}`, transform: `translate(${x.toFixed(1)} ${y})` });
   set(back, { width: w, height: h, rx: 7 });
   const tall = h - 12;
   set(room, { x: 6, y: 6, width: 6, height: tall, rx: 3 });
@@ -149,7 +152,8 @@ function leaning(node) {
 }
 
 function described(node) {
-  return [`${node.id} (${node.role}, ${node.state})`, leaning(node),
+  const why = leans(node) ? [`${LEANING[node.leaning]}${node.why ? `: ${node.why}` : ""}`] : [];
+  return [`${node.id} (${node.role}, ${node.state})`, ...why, leaning(node),
     `${whole(node.running)} run, ${whole(node.waiting)} wait (${whole(node.waiting_tokens)} prompt tokens)`,
     `KV: ${Object.entries(node.shares).map(([tier, used]) => `${tier} ${share(used)}`).join(", ")}`,
     `pushes ${bytesPerSecond(node.pushed_per_s)}`].join("\n");
@@ -189,7 +193,8 @@ function way(from, to) {
 
 const tier = (name) => (node) => share(node.shares[name] ?? null);
 const COLUMNS = [
-  ["node", (node) => node.id], ["role", (node) => node.role], ["state", (node) => node.state],
+  ["node", (node) => node.id], ["role", (node) => (leans(node) ? LEANING[node.leaning] : node.role)],
+  ["state", (node) => node.state],
   ["running", (node) => whole(node.running)], ["waiting", (node) => whole(node.waiting)],
   ["KV", tier("pool")], ["host", tier("host")], ["disk", tier("disk")],
   ["busy", (node) => share(node.busy)], ["of it prompts", (node) => share(node.prompt_share)],

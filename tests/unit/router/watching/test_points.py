@@ -9,6 +9,7 @@ import pytest
 
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo, Targets
+from tandem.engine.contracts.wire.work import Leaning
 from tandem.router.metrics.catalog import NODE_METRICS
 from tandem.router.metrics.model_metrics import LATENCY_BUCKETS_S
 from tandem.router.placing.view import NodeView
@@ -121,7 +122,15 @@ def test_a_point_looks_back_and_has_nothing_to_say_without_events() -> None:
 def test_nodes_are_followed_one_by_one() -> None:
     log = FleetLog()
     prefill = node("p", "prefill", num_blocks=10, num_free_blocks=4, block_size=16, num_running=2)
-    both = node("u", "unified", num_blocks=30, num_free_blocks=30, block_size=16, prefill_s_per_token=0.001)
+    both = node(
+        "u",
+        "unified",
+        num_blocks=30,
+        num_free_blocks=30,
+        block_size=16,
+        prefill_s_per_token=0.001,
+        leaning=Leaning("decode", why="streams need it"),
+    )
     log.take(1, [prefill, both])
     counters = {"busy_s": 0.5, "step_tokens": 110.0, "step_rows": 10.0, "kv_pushed_bytes": 3e6, "tier_host_blocks": 1.0}
     for view in (prefill, both):
@@ -135,6 +144,8 @@ def test_nodes_are_followed_one_by_one() -> None:
     shown = log.shown([both, prefill])
     assert [each["id"] for each in shown] == ["p", "u"]
     assert [each["prompt_share"] for each in shown] == [1.0, 0.2]
+    assert [each["leaning"] for each in shown] == ["prefill", "decode"]
+    assert shown[1]["why"] == "streams need it"
     assert shown[0]["shares"] == {"pool": 0.6, "host": 0.25}
     assert shown[0]["pushed_per_s"] == 1_500_000
     reborn = node("p", "prefill", counters={"busy_s": 99.0})  # what it had before it was met is nobody's growth
