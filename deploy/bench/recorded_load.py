@@ -41,8 +41,9 @@ def read_load(path: str) -> list[TraceRequest]:
 
 
 def _read_log(path: str) -> list[TraceRequest]:
+    """Arrivals in seconds after the first one: a simulation begins at 0, and heartbeats since 1970 would be many."""
     decode, own = msgspec.json.Decoder(_Logged).decode, count(_FIRST_OWN_BLOCK)
-    found: list[TraceRequest] = []
+    found: list[tuple[float, _Logged]] = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         if b'"prompt_tokens"' not in line:
             continue  # of another logger, or of a request that failed before it had a prompt
@@ -51,13 +52,12 @@ def _read_log(path: str) -> list[TraceRequest]:
             arrival_s = datetime.fromisoformat(said.time.replace("Z", "+00:00")).timestamp() - said.duration_s
         except (msgspec.DecodeError, ValueError) as error:
             raise ConfigError(f"{path}, line {number}: {error}") from None
-        for _ in range(max(1, said.prompts)):
-            found.append(_request(arrival_s, said, own))
+        found += [(arrival_s, said)] * max(1, said.prompts)
     if not found:
         raise ConfigError(f"{path} holds neither a trace nor a request log: write one by --enable-log-requests and "
                           "--log-format json")  # fmt: skip
-    found.sort(key=lambda request: request.arrival_s)
-    return found
+    found.sort(key=lambda arrived: arrived[0])
+    return [_request(arrival_s - found[0][0], said, own) for arrival_s, said in found]
 
 
 def _request(arrival_s: float, said: _Logged, own: count[int]) -> TraceRequest:

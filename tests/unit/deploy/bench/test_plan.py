@@ -68,6 +68,7 @@ def test_a_request_log_is_a_load(tmp_path: Path) -> None:
         line(8, prompt_tokens=2000, cached_tokens=512, output_tokens=20, prompts=2, duration_s=3.5),
     ]))  # fmt: skip
     first, second, third = read_load(str(log))
+    assert first.arrival_s == 0, "a simulation goes through all that lies before"
     assert (third.arrival_s - first.arrival_s, first.num_prompt_tokens, first.num_output_tokens) == (2.5, 1000, 10)
     assert (third.num_prompt_tokens, third.num_output_tokens) == (1500, 7)
     assert third.block_ids[:2] == (0, 1), "what was cached is the beginning of the one prompt that all share"
