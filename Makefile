@@ -6,6 +6,7 @@ make serve       set everything up and serve the demo model on port 8000      ma
 make test        set everything up, a redis-server included, and run the tests
 make dev         what an editor and a type checker need
 make check       ruff and mypy
+make docs        the documentation as a site, in build/site
 make soak        the long campaigns that `make test` leaves out (SOAK_MOMENTS, SOAK_SECONDS, SOAK_SEED: docs/verification.md)
 make test-gpu    the tests that need a GPU, recorded in tests/gpu/RESULTS.md
 make test-gpus   those of several GPUs alone
@@ -28,7 +29,7 @@ STAMPS := $(VENV)/.stamps
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help serve test dev check soak test-gpu test-gpus clean
+.PHONY: help serve test dev check docs soak test-gpu test-gpus clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -62,6 +63,10 @@ check: $(STAMPS)/test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The site's maker says on each run by what it will be followed; whether links hold is what is asked of it here.
+docs: $(STAMPS)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
 
@@ -80,6 +85,11 @@ $(STAMPS)/torch-$(TORCH_VERSION): $(STAMPS)/venv
 $(STAMPS)/serve: $(STAMPS)/torch-$(TORCH_VERSION) pyproject.toml
 	@echo "installing tandem"
 	@$(PIP) install --editable ".[local]"
+	@touch $@
+
+$(STAMPS)/docs: $(STAMPS)/serve
+	@echo "installing what makes the site"
+	@$(PIP) install --editable ".[local,docs]"
 	@touch $@
 
 # ucxx and what it needs is 68 MB; where it can't be had, its tests are skipped.

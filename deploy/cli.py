@@ -79,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Serve large language models with prefill and decode on separate nodes.",
     )
     parser.add_argument("--version", action="version", version=f"tandem {version()}", help="say the version")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", prog="tandem")
     _add_servers(commands)
     _add_tools(commands)
     _add_operators_tools(commands)
@@ -133,7 +133,7 @@ def _add_helpers(commands: Commands) -> None:
     )
     config.add_argument("command", nargs="?", choices=sorted(commands.choices), help="with its options")
     completion = commands.add_parser("completion", help="print completions of this command for a shell")
-    completion.add_argument("shell", choices=("bash", "zsh", "fish", "tcsh"))
+    completion.add_argument("shell", choices=("bash", "zsh", "fish", "tcsh"), help="whose completions")
     completion.set_defaults(run=run_completion)
     hash_key = commands.add_parser("hash-key", help="say an API key as its hash, for a keys file (docs/keys.md)")
     hash_key.add_argument("--new", action="store_true", help="make a key up, too")
@@ -148,7 +148,6 @@ def _add(
     positional = "".join(f" [{option.name.upper()}]" for option in options.values() if option.is_positional)
     command = commands.add_parser(
         name,
-        prog=f"tandem {name}",
         help=text,
         usage=f"tandem {name}{positional} [OPTIONS]",
         description=f"{text[0].upper()}{text[1:]}.",
