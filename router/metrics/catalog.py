@@ -174,7 +174,7 @@ NODE_METRICS: tuple[NodeMetric, ...] = (
     *_each("counter", "tier", "tier_{}_hit_tokens", "tier_hit_tokens", "Prompt tokens that a tier gave", _TIERS),
     *_each("counter", "tier", "tier_{}_evictions", "tier_evictions", "Blocks that a tier gave up for others", _TIERS),
     *_each("counter", "part", "turn_{}_s", "turn_seconds", "Seconds of the step loop, by its parts", _TURN_PARTS),
-    *_each("counter", "reason", "slow_steps_{}", "slow_steps", "Steps above --slow-step-ms, by what was slow",
+    *_each("counter", "reason", "slow_steps_{}", "slow_steps", "Steps 1 ms beyond their target, by what was slow",
            (*_TURN_PARTS, "prompt")),
     *_each("counter", "transport", "kv_channels_{}", "kv_channels", "Channels opened to sinks", _TRANSPORTS),
 )  # fmt: skip

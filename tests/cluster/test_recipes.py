@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from documented import blocks
 from router_in_thread import RouterInThread
 from scripted_model import SCRIPTS, make_scripted_model
 
@@ -17,18 +15,11 @@ from in_process_cluster import Node, node_options
 from tandem.engine.contracts.config import Timeouts
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "deploy" / "demo_model"
 # Calls tools until it has their results. The mark in front tells how the model writes calls; it has no reasoning.
 TEMPLATE = (
     "{# <tool_call> #}{% for message in messages %}{{ message.content }} #{% endfor %}"
     "{% if tools and messages[-1].role != 'tool' %}<|say:call|>{% else %}<|say:hello|>{% endif %}"
 )
-
-
-def blocks(page: str, language: str) -> list[str]:
-    text = re.sub(r"<!-- not run.*?-->\n```.*?```", "", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def serve(folder: Path, **options: Any) -> Iterator[RouterInThread]:
@@ -46,8 +37,8 @@ def test_programs_run(page: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     for router in serve(folder, chat_template=TEMPLATE):
         names: dict[str, Any] = {}
         said = []
-        for block in blocks(page, "python"):
-            exec(block.replace("http://localhost:8000", router.url), names)
+        for block in blocks("python", f"docs/{page}"):
+            exec(block.text.replace("http://localhost:8000", router.url), names)
             said.append(capsys.readouterr().out.strip())
         assert said[-1]
         if page == "quickstart.md":
@@ -56,16 +47,3 @@ def test_programs_run(page: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert said[:4] == ["", *[SCRIPTS["hello"]] * 3]
             assert said[4] in ("good", "bad")
             assert names["messages"][1]["tool_calls"][0]["function"]["name"] == "get_weather"
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
-def test_commands_run() -> None:
-    commands = [block for block in blocks("quickstart.md", "sh") if "pip install" not in block]
-    assert len(commands) == 2
-    for router in serve(DEMO):
-        for command in commands:
-            shell = ["bash", "-euo", "pipefail", "-c", command.replace("http://localhost:8000", router.url)]
-            said = subprocess.run(shell, capture_output=True, text=True, timeout=120)
-            assert said.returncode == 0, said.stderr
-            assert '"error"' not in said.stdout
-            assert said.stdout.strip()
