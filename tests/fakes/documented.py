@@ -94,13 +94,12 @@ NOT_RUN = {
     ("docs/kernels.md", "pytest tests/gpu"): "it needs a GPU; its path is looked up",
     ("docs/kernels.md", "tests/gpu/sanitize.sh"): "it needs a GPU; its path is looked up",
     ("docs/kernels.md", "TOOL=racecheck tests/gpu/sanitize.sh"): "it needs a GPU; its path is looked up",
+    ("docs/quantised_weights.md", "tandem serve MODEL-FP8"): "a checkpoint of somebody's; the page names its tests",
     ("docs/several_hosts.md", "pip"): "it installs; the extra is looked up",
     ("docs/several_hosts.md", "tandem serve /models/Qwen3-8B --ray"): "tests/cluster/test_ray.py",
     ("docs/supported.md", "pip"): "it installs; tests/cluster/test_wheel.py does so without a network",
     ("docs/tracing.md", "pip"): "it installs; the extra is looked up",
     ("docs/verification.md", ".venv/bin/python tests/soak"): "hours; tests/cluster/test_soak.py runs short ones",
-    ("docs/verification.md", "for seed in"): "the same, side by side",
-    ("docs/verification.md", "done; wait"): "its end",
 }  # fmt: skip
 
 
