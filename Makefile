@@ -68,7 +68,7 @@ docs: $(STAMPS)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) .cache/names .mypy_cache .pytest_cache .ruff_cache build *.egg-info
 
 $(STAMPS)/venv:
 	@echo "setting up $(VENV)"

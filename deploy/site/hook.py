@@ -34,7 +34,7 @@ def on_config(config: Any) -> Any:
     """Headings get the anchors that they have on GitHub; griffe, which reads docstrings, its folder."""
     from pymdownx.slugs import slugify
 
-    _lay_out_names(ROOT / "build" / "names" / "tandem")
+    _lay_out_names(ROOT / ".cache" / "names" / "tandem")
     config.mdx_configs.setdefault("toc", {})["slugify"] = slugify(case="lower")
     return config
 
