@@ -30,11 +30,15 @@ def shown_pages() -> list[Path]:
     return sorted({*pages, *(path for path in linked if path.is_file() and path.is_relative_to(ROOT))})
 
 
+def on_startup(**_: Any) -> None:
+    """Griffe, which reads docstrings, gets its folder: later it would be told that there is none."""
+    _lay_out_names(ROOT / ".cache" / "names" / "tandem")
+
+
 def on_config(config: Any) -> Any:
-    """Headings get the anchors that they have on GitHub; griffe, which reads docstrings, its folder."""
+    """Headings get the anchors that they have on GitHub."""
     from pymdownx.slugs import slugify
 
-    _lay_out_names(ROOT / ".cache" / "names" / "tandem")
     config.mdx_configs.setdefault("toc", {})["slugify"] = slugify(case="lower")
     return config
 
