@@ -23,20 +23,29 @@ MAX_FLAGS = 4096  # steps at a time that may wait; a guess
 LET_GO = (1 << 31) - 1  # more layers than there are: whoever waits goes on
 
 
-class _Arriving:
-    """One grant: how many of its layers are written. `flag_1` (int32, page-locked) says so to a step on a device."""
+class Arriving:
+    """One grant: how many of its layers are written. Each step on a device that waits for them has a flag (int32 [1],
+    page-locked) that says so: two steps may be launched at a time, and both need what is not verified yet."""
 
     def __init__(self, grant: KVGrant) -> None:
         self.grant = grant
         self.num_layers = 0
         self.is_spoiled = False
-        self.deadline = 0.0  # of the step that waits; 0.0: none does
-        self.flag_1: torch.Tensor | None = None
+        self._waits: dict[int, tuple[float, torch.Tensor | None]] = {}  # by step: deadline, flag
 
-    def await_until(self, deadline: float, flag_1: torch.Tensor | None = None) -> None:
-        """Notes that a step waits until `deadline` at most; 0.0: none does any more."""
-        self.deadline, self.flag_1 = deadline, flag_1
+    def await_until(self, step_id: int, deadline: float, flag_1: torch.Tensor | None = None) -> None:
+        """Notes that a step waits until `deadline` at most."""
+        self._waits[step_id] = deadline, flag_1
         self.note(self.num_layers)
+
+    def has_run(self, step_id: int) -> None:
+        """Notes that a step waits no more."""
+        self._waits.pop(step_id, None)
+
+    @property
+    def deadline(self) -> float:
+        """That of the first step that waits; 0.0: none does."""
+        return min((deadline for deadline, _ in self._waits.values()), default=0.0)
 
     def let_go(self, num_all: int) -> bool:
         """Lets whoever waits go on; returns whether layers were missing."""
@@ -48,14 +57,15 @@ class _Arriving:
 
     def note(self, num_layers: int) -> None:
         self.num_layers = max(self.num_layers, num_layers)
-        if self.flag_1 is not None:
-            self.flag_1[0] = self.num_layers
+        for _, flag_1 in self._waits.values():
+            if flag_1 is not None:
+                flag_1[0] = self.num_layers
 
 
 class _WaitOnHost:
     """LoadEvent on CPU: the layers are there when `wait` returns, or will not come."""
 
-    def __init__(self, owner: Arrivals, arriving: _Arriving, num_layers: int) -> None:
+    def __init__(self, owner: Arrivals, arriving: Arriving, num_layers: int) -> None:
         self._owner, self._arriving, self._num_layers = owner, arriving, num_layers
 
     def wait(self) -> None:
@@ -65,14 +75,13 @@ class _WaitOnHost:
 class _WaitOnDevice:
     """LoadEvent on CUDA: lets the current stream wait."""
 
-    def __init__(self, arriving: _Arriving, num_layers: int, device: torch.device) -> None:
-        self._arriving, self._num_layers, self._device = arriving, num_layers, device
+    def __init__(self, flag_1: torch.Tensor, num_layers: int, device: torch.device) -> None:
+        self._flag_1, self._num_layers, self._device = flag_1, num_layers, device
 
     def wait(self) -> None:
-        assert self._arriving.flag_1 is not None, "each grant has a flag on CUDA"
         assert self._device.index is not None, "the pool is on one certain device"
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        wait_for_value(self._device.index, stream, self._arriving.flag_1.data_ptr(), self._num_layers)
+        wait_for_value(self._device.index, stream, self._flag_1.data_ptr(), self._num_layers)
 
 
 class Arrivals:
@@ -81,8 +90,8 @@ class Arrivals:
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self._num_layers, self._device = num_layers, device
         self._changed = threading.Condition()
-        self._by_grant: dict[int, _Arriving] = {}
-        self._awaited: dict[int, list[tuple[int, _Arriving]]] = {}  # by step: slots, and what their rows need
+        self._by_grant: dict[int, Arriving] = {}
+        self._awaited: dict[int, list[tuple[int, Arriving]]] = {}  # by step: slots, and what their rows need
         self._flags = torch.zeros(MAX_FLAGS, dtype=torch.int32).pin_memory() if device.type == "cuda" else None
         self._num_flags_used = 0
 
@@ -91,7 +100,7 @@ class Arrivals:
     def expect(self, grant: KVGrant) -> None:
         """Notes a grant before its source hears of it."""
         with self._changed:
-            self._by_grant[grant.grant_id] = _Arriving(grant)
+            self._by_grant[grant.grant_id] = Arriving(grant)
 
     def hear(self, message: KVLayers | KVReady | KVRelease) -> None:
         """Takes a source's word on what it has written, or that no more comes. One that does not know the grant's
@@ -137,12 +146,13 @@ class Arrivals:
             for each in needed:
                 arriving = self._by_grant.get(each.grant_id)
                 if arriving is None:  # it has ended since the step was planned
-                    arriving = _Arriving(_NO_GRANT)
+                    arriving = Arriving(_NO_GRANT)
                     self._let_go(arriving)
-                arriving.await_until(each.deadline, self._next_flag())
+                flag_1 = self._next_flag()
+                arriving.await_until(step_id, each.deadline, flag_1)
                 self._awaited.setdefault(step_id, []).append((each.slot, arriving))
                 for layer in range(self._num_layers):
-                    events.setdefault(layer, []).append(self._event(arriving, layer + 1))
+                    events.setdefault(layer, []).append(self._event(arriving, flag_1, layer + 1))
         return events
 
     def spoiled(self, step_id: int) -> dict[int, str]:
@@ -150,14 +160,14 @@ class Arrivals:
         with self._changed:
             awaited = self._awaited.pop(step_id, [])
             for _, arriving in awaited:
-                arriving.await_until(0.0)
+                arriving.has_run(step_id)
             return {
                 slot: f"{arriving.grant.source_id} did not compute the prompt's beginning to its end"
                 for slot, arriving in awaited
                 if arriving.is_spoiled
             }
 
-    def wait(self, arriving: _Arriving, num_layers: int) -> None:
+    def wait(self, arriving: Arriving, num_layers: int) -> None:
         """Blocks until so many layers are there, or will not come."""
         with self._changed:
             while arriving.num_layers < num_layers:
@@ -174,12 +184,12 @@ class Arrivals:
             if arriving.grant.key == message.key and arriving.grant.source_epoch == message.source_epoch:
                 self._let_go(arriving)
 
-    def _event(self, arriving: _Arriving, num_layers: int) -> LoadEvent:
-        if self._flags is None:
+    def _event(self, arriving: Arriving, flag_1: torch.Tensor | None, num_layers: int) -> LoadEvent:
+        if flag_1 is None:
             return _WaitOnHost(self, arriving, num_layers)
-        return _WaitOnDevice(arriving, num_layers, self._device)
+        return _WaitOnDevice(flag_1, num_layers, self._device)
 
-    def _let_go(self, arriving: _Arriving) -> None:
+    def _let_go(self, arriving: Arriving) -> None:
         if arriving.let_go(self._num_layers):
             self._changed.notify_all()
 

@@ -11,7 +11,7 @@ import torch
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.handoff import KVGrant, KVLayers, KVReady, KVRelease
 from tandem.kv_connector.protocol.jobs import ArrivingKV
-from tandem.kv_connector.transfer.arrivals import Arrivals
+from tandem.kv_connector.transfer.arrivals import LET_GO, Arrivals, Arriving
 
 NUM_LAYERS, STEP, SLOT = 3, 7, 2
 GRANT = KVGrant(
@@ -101,3 +101,19 @@ def test_a_grant_that_ended_before_the_step_spoils_it() -> None:
     events = arrivals.events(STEP, [ArrivingKV(5, SLOT, time.monotonic() + 1e6)])
     events[0][0].wait()
     assert list(arrivals.spoiled(STEP)) == [SLOT]
+
+
+def test_each_step_that_waits_hears_of_each_layer() -> None:
+    """Two are launched at a time, and that the first has run takes nothing from the second."""
+    arriving, flags = Arriving(GRANT), [torch.zeros(1, dtype=torch.int32) for _ in range(2)]
+    arriving.note(1)
+    for step_id, flag_1 in enumerate(flags):
+        arriving.await_until(step_id, 5.0 - step_id, flag_1)
+    assert arriving.deadline == 4.0
+    arriving.note(2)
+    assert [int(flag_1) for flag_1 in flags] == [2, 2]
+    arriving.has_run(0)
+    assert arriving.let_go(NUM_LAYERS)
+    assert [int(flag_1) for flag_1 in flags] == [2, LET_GO]
+    arriving.has_run(1)
+    assert (arriving.deadline, arriving.is_spoiled) == (0.0, True)
