@@ -297,6 +297,9 @@ class RouterOptions:
     prefill_nodes_per_prompt: Annotated[
         int, Meta(ge=1, le=16), "nodes of one host that may compute a long prompt together (docs/pipelined_prompts.md)"
     ] = 1
+    prefill_shared_tokens: Annotated[
+        Positive, "uncached tokens from which a prompt is long enough for two nodes; for each more half as many"
+    ] = 4096  # a guess: shorter tails are computed sooner than nodes have agreed on them
     local_tail_tokens: Annotated[
         Count, "uncached prompt tails of up to so many tokens are the decode node's where it is done sooner"
     ] = 256

@@ -241,7 +241,7 @@ class Cluster:
             placement = find_placement(request, nodes, cached, options.local_tail_tokens, self._policy, now)
         if placement is not None:
             self.need.placed(placement.plan)
-            placement, counted = with_helpers(placement, request, nodes, options.prefill_nodes_per_prompt, now)
+            placement, counted = with_helpers(placement, request, nodes, options, now)
             for node, told in counted:
                 self._count(node, told, now)
         return placement

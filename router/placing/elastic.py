@@ -177,7 +177,8 @@ class _Search:
         """See ElasticPlacement."""
         self._without = {node.key: node.without(self._now) for node in (lead, *others)}
         leads = [self._lead(node, (None, 0)) for node in (lead, *others)]
-        prices = {num: self._price(leads[:num]) for num in self._numbers(leads[0], len(leads))}
+        numbers = [num for num in (1, 2, 4, 8) if num <= min(self._most_nodes, len(leads))]
+        prices = {num: self._price(leads[:num]) for num in numbers}
         alone, num = prices[1], min(prices, key=lambda each: (prices[each].cost_s, each))
         if num == 1:
             return None

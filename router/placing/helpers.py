@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tandem.engine.contracts.config import RouterOptions
 from tandem.router.placing.elastic import ElasticPlacement, Spread, Task
 from tandem.router.placing.elastic_finder import told_of
 from tandem.router.placing.placement import Placement, PlacementRequest
@@ -20,18 +21,15 @@ from tandem.router.placing.prefix_source import keeps_blocks
 from tandem.router.placing.siblings import Told
 from tandem.router.placing.view import NodeView
 
-# A shorter tail is computed sooner than two nodes have agreed on it.
-LEAST_TOKENS = 4096  # a guess
 TELLS_OF_LAYERS = ("local", "shm", "cuda_ipc")  # transports of a host by which chunks are used while they come
 
 
 def with_helpers(
-    placement: Placement, request: PlacementRequest, nodes: Sequence[NodeView], most_nodes: int, now: float
+    placement: Placement, request: PlacementRequest, nodes: Sequence[NodeView], options: RouterOptions, now: float
 ) -> tuple[Placement, list[tuple[NodeView, Told]]]:
-    """(`placement` with helpers, at most `most_nodes` with the node that computes the prompt; what to count of each
-    node that it names)."""
+    """(`placement` with helpers, if any; what to count of each node that it names)."""
     chosen = list(zip((choice.node for choice in placement.choices), told_of(placement, request), strict=True))
-    helpers, spread = find_helpers(placement, request, nodes, most_nodes, now)
+    helpers, spread = find_helpers(placement, request, nodes, options, now)
     if not helpers:
         return placement, chosen
     num_nodes, due_ms = len(helpers) + 1, 0 if spread is None else round(1e3 * spread.due_s)
@@ -44,14 +42,15 @@ def with_helpers(
 
 
 def find_helpers(
-    placement: Placement, request: PlacementRequest, nodes: Sequence[NodeView], most_nodes: int, now: float
+    placement: Placement, request: PlacementRequest, nodes: Sequence[NodeView], options: RouterOptions, now: float
 ) -> tuple[list[NodeView], Spread | None]:
-    """(The helpers of the node that computes the prompt, at most `most_nodes` with that node itself; what is foreseen,
-    if anything). None of them has other prompts, nor has that node; a request whose nodes have failed gets none."""
+    """(The helpers of the node that computes the prompt; what is foreseen, if anything). None of them has other
+    prompts, nor has that node; a request whose nodes have failed gets none."""
+    choice, least = placement.choices[-1], options.prefill_shared_tokens
+    most_nodes = min(options.prefill_nodes_per_prompt, max(1, 2 * choice.num_new_tokens // least))
     if most_nodes < 2 or request.avoid or request.prompt_logprobs or request.is_precise or placement.prefix is not None:
         return [], None
-    choice = placement.choices[-1]
-    if choice.num_new_tokens < LEAST_TOKENS or not _may_share(choice.node, now):
+    if choice.num_new_tokens < least or not _may_share(choice.node, now):
         return [], None
     able = [each for each in nodes if each is not choice.node and _may_share(each, now) and _fits(choice.node, each)]
     able = [each for each in able if each.free_tokens > request.num_prompt_tokens]

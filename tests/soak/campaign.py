@@ -204,7 +204,7 @@ class _Run:
         self._exercise(20)
         cluster.wait_until_whole(60)
         self._compare_levels(first)
-        names = ("pull_completed", "tier_loaded_bytes", "tier_disk_hits", "tier_disk_dropped")
+        names = ("pull_completed", "tier_loaded_bytes", "tier_disk_hits", "tier_disk_dropped", "shared_begun")
         self._summary.counters = {name: cluster.counter(name) for name in names}
         self._summary.counters["moved"] = cluster.router_metric("migration_pause_seconds_count")
         self._check_segments()

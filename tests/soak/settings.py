@@ -12,12 +12,14 @@ from wall_clock import find_compiler
 FAULTS = ("--fault-injection", "delay:0.001,corrupt:5,drop:9,duplicate:12", "--max-queue", "3")
 # Nobody is ever in time, so that work goes to and fro.
 HURRIED = ("--ttft-target-ms", "20", "--tpot-target-ms", "1")
+SHARED = ("--prefill-nodes-per-prompt", "3", "--prefill-shared-tokens", "256")
 SETTINGS: dict[str, dict[str, Any]] = {
     "shm": {"transport": "shm"},
     "tcp": {"transport": "tcp", "prefill": 2},
     "tcp, bad channels": {"transport": "tcp", "arguments": FAULTS},
     "nixl": {"transport": "nixl"},
     "nodes that do all work": {"transport": "shm", "elastic": 3, "arguments": HURRIED},
+    "prompts by several nodes": {"transport": "shm", "elastic": 3, "arguments": (*HURRIED, *SHARED)},
     "one node": {"transport": "local"},
 }
 

@@ -7,16 +7,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout, ModelIdentity
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo, Role, Targets
 from tandem.engine.contracts.wire.work import NodeReport
-from tandem.router.placing.helpers import LEAST_TOKENS, find_helpers, with_helpers
+from tandem.router.placing.helpers import find_helpers, with_helpers
 from tandem.router.placing.placement import PlacementRequest, find_placement
 from tandem.router.placing.policies import make_policy
 from tandem.router.placing.view import NodeView
 
+LEAST_TOKENS = 4096
 LAYOUT = KVLayout((KVGroup(2, 2, 8, "float32"),), 64)
 LONG = PlacementRequest(num_prompt_tokens=2 * LEAST_TOKENS, max_tokens=64)
 
@@ -32,12 +34,16 @@ def node(
     return NodeView(info, Status(node_id=name, epoch=1, **free))
 
 
+def up_to(num_nodes: int) -> RouterOptions:
+    return RouterOptions("model", prefill_nodes_per_prompt=num_nodes, prefill_shared_tokens=LEAST_TOKENS)
+
+
 def helpers(nodes: list[NodeView], request: PlacementRequest = LONG, most: int = 4, cached: int = 0) -> list[str]:
     held = {nodes[0].key: cached} if cached else {}
     placement = find_placement(request, nodes, held, 256, make_policy("prefix_aware"), 0.0)
     assert placement is not None
     assert placement.choices[-1].node is nodes[0]
-    return [view.info.node_id for view in find_helpers(placement, request, nodes, most, 0.0)[0]]
+    return [view.info.node_id for view in find_helpers(placement, request, nodes, up_to(most), 0.0)[0]]
 
 
 def test_idle_nodes_help_up_to_the_number_that_is_allowed() -> None:
@@ -112,8 +118,8 @@ def test_what_is_foreseen_is_told_and_counted() -> None:
     nodes = [streaming("a", ttft_s=0.5), streaming("b", ttft_s=0.5)]
     alone = find_placement(LONG, nodes, {}, 256, make_policy("prefix_aware"), 0.0)
     assert alone is not None
-    assert with_helpers(alone, LONG, nodes, 1, 0.0)[0] is alone, "nothing is copied where nobody helps"
-    placement, counted = with_helpers(alone, LONG, nodes, 2, 0.0)
+    assert with_helpers(alone, LONG, nodes, up_to(1), 0.0)[0] is alone, "nothing is copied where nobody helps"
+    placement, counted = with_helpers(alone, LONG, nodes, up_to(2), 0.0)
     assert placement.reason == f"{alone.reason}, shared"
     assert "helped by b; first_token=409.6ms alone=819.2ms late=0 alone=1" in placement.explanation()
     assert {view.info.node_id: told.num_tokens for view, told in counted} == {"a": 4096, "b": 4096}
