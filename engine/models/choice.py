@@ -77,7 +77,13 @@ def check_shares(folder: Path, options: ModelOptions, size: int) -> int:
     """How many KV heads the model has. Raises ConfigError unless so many ranks can share it out."""
     config = load_config(folder, options)
     if isinstance(config, ModelConfig):
-        Shard(0, size).config(config)
+        own, how = Shard(0, size).config(config), config.quantisation
+        for inputs in (own.num_heads * own.head_dim, own.intermediate_size):
+            if how is not None and size > 1 and inputs % how.least_inputs:
+                raise ConfigError(
+                    f"--tensor-parallel-size {size}: {inputs} inputs of a quantised layer on each rank are no whole "
+                    f"groups of {how.least_inputs}; take fewer ranks"
+                )
     else:
         from tandem.engine.models.hf.config import read_config
         from tandem.engine.models.hf.parallel import check_plan

@@ -94,8 +94,9 @@ def _plan(x_MK: torch.Tensor, weight: QuantisedWeight, silu: bool) -> QuantisedP
     if x_MK.stride(1) != 1 or x_MK.stride(0) % 16 or torch.cuda.get_device_capability(x_MK.device) < (8, 9):
         return None
     plan = choose_plan(x_MK.shape[0], *weight.shape, weight.group, weight.bits)
-    if plan is None or not _is_right(
-        plan, weight.group, weight.bits, weight.scales.dtype, x_MK.dtype, x_MK.device, silu
+    tried = plan and plan._replace(splits=min(plan.splits, 2))
+    if tried is None or not _is_right(
+        tried, weight.group, weight.bits, weight.scales.dtype, x_MK.dtype, x_MK.device, silu
     ):
         return None
     return plan

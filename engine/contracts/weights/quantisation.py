@@ -16,6 +16,7 @@ from tandem.engine.contracts.errors import ConfigError
 
 Stored = Literal["made", "fp8", "packed", "awq", "gptq"]
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+LANE_INPUTS = 32  # of the kernels' layout of 4 bits (kernels/products/quantised_weight.py)
 MADE: Literal["made"] = "made"  # of a plain checkpoint, when it is loaded
 ELSE = (
     "use a checkpoint in bf16 (with --quantization fp8 it takes half the memory), fp8, AWQ, GPTQ or compressed-tensors"
@@ -34,6 +35,11 @@ class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
     zero_offset: int = 0
     left_out: tuple[str, ...] = ()  # names of modules that are not quantised, or `re:` and an expression
     method: str = "fp8"  # as config.json calls it
+
+    @property
+    def least_inputs(self) -> int:
+        """What a rank's inputs of a layer must be a multiple of: no group is cut apart, nor what four lanes share."""
+        return max(self.group, LANE_INPUTS if self.bits == 4 else 1)
 
     def leaves_out(self, module: str) -> bool:
         """Whether the linear layer of this name in the checkpoint is stored as it is. A name stands for all below it,
@@ -151,7 +157,7 @@ def _group(method: str, size: Any) -> int:
     """0 for all inputs, which formats write as -1. The kernels share lanes out over 32 inputs."""
     if size == -1:
         return 0
-    if not isinstance(size, int) or size < 1 or size % 32:
+    if not isinstance(size, int) or size < 1 or size % LANE_INPUTS:
         raise ValueError(f"{method} with group_size {size!r} is not supported: a multiple of 32, or -1; {ELSE}")
     return size
 

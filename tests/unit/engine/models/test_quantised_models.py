@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
-from tandem.engine.models.choice import load_config
+from tandem.engine.models.choice import check_shares, load_config
 from tandem.engine.models.decoder import DecoderModel, Linear
 from tandem.engine.models.identity import model_identity
 from tandem.engine.models.loader import load_model
@@ -72,6 +72,13 @@ def test_weights_made_smaller_at_load_are_within_the_formats_bound_and_in_half_t
     exact = logits_in_chunks(load(folder), PROMPT, [100])
     error = (logits_in_chunks(made, PROMPT, [100]) - exact).norm() / exact.norm()
     assert 1e-3 < error < 0.25  # of a model of random weights, which loses more than a real one
+
+
+def test_ranks_that_would_cut_groups_apart_are_refused(tmp_path: Path) -> None:
+    folder, _ = quantised_folders(tiny_model("llama"), tmp_path, "awq")
+    assert check_shares(folder, ModelOptions(str(folder)), 2) == 2
+    with pytest.raises(ConfigError, match="16 inputs of a quantised layer on each rank are no whole groups of 32"):
+        check_shares(folder, ModelOptions(str(folder)), 4)
 
 
 @pytest.mark.parametrize("form", ["made", "awq"])
