@@ -114,7 +114,7 @@ def _is_right(
 ) -> bool:
     """Tried on some tiles, with a row less than a tile's."""
     num_inputs = 4 * plan.splits * max(plan.tile_k, group)
-    x = product_trials.random_matrix(plan.tile_m - 1, num_inputs, dtype, device, 1)
+    x = product_trials.random_matrix(max(1, plan.tile_m - 1), num_inputs, dtype, device, 1)
     plain = product_trials.random_matrix(4 * plan.tile_n, num_inputs, torch.float32, device, 2)
     if bits == 4:
         weight = quantise_int4(plain, group, scale_dtype)

@@ -36,6 +36,8 @@ class QuantisedPlan(NamedTuple):
 def choose_plan(num_rows: int, num_outputs: int, num_inputs: int, group: int, bits: int) -> QuantisedPlan | None:
     """None: the kernel doesn't serve these sizes. `group`: inputs that share a scale; 0: all."""
     whole = next((tile for tile in (128, 64, 32) if num_inputs % tile == 0 and group % tile == 0), None)
+    if num_rows == 1 and whole is not None and num_outputs % 64 == 0:
+        return _plan_of_one(num_outputs, num_inputs, group, whole)
     tile_m = next(tile for tile in (16, 32, 64, 128) if num_rows <= tile or tile == 128)
     tile_n = next((tile for tile in ((128, 64) if tile_m >= 64 else (64,)) if num_outputs % tile == 0), None)
     if not 0 < num_rows <= MOST_ROWS or whole is None or tile_n is None:
@@ -51,3 +53,10 @@ def choose_plan(num_rows: int, num_outputs: int, num_inputs: int, group: int, bi
         splits *= 2
     plan = plan._replace(splits=splits)
     return plan if plan.tiles(num_rows, num_outputs) <= MOST_TILES else None
+
+
+def _plan_of_one(num_outputs: int, num_inputs: int, group: int, whole: int) -> QuantisedPlan:
+    """One row, without tensor cores."""
+    if group or num_inputs % 512:
+        return QuantisedPlan(64, 1, whole, 1, 4, 4, PREFETCHED)
+    return QuantisedPlan(16, 1, 512, 1 if num_inputs < 8192 else 2, 4, 4, PREFETCHED)

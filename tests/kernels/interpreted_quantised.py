@@ -32,6 +32,7 @@ def weight_of(kind: str, num_outputs: int, num_inputs: int) -> QuantisedWeight:
     ("num_rows", "num_outputs", "num_inputs", "plan"),
     [
         (1, 64, 128, QuantisedPlan(32, 16, 64, 1, 4, 3)),
+        (1, 64, 256, QuantisedPlan(32, 1, 64, 2, 4, 3)),  # without tensor cores
         (19, 64, 320, QuantisedPlan(32, 16, 32, 3, 4, 2)),  # rows and K in several parts
     ],
 )

@@ -4,6 +4,7 @@ M rows, N outputs, K inputs, G = K / GROUP groups of inputs that share a scale. 
 is the wide operand of the tensor cores. Activations stay as they are; sums are taken in fp32, and scales multiply sums,
 never weights, so what is computed is what the numbers stored say. Where there are fewer tiles than multiprocessors K is
 split: who arrives last adds what the others left, in the order of K.
+One row (TILE_M 1) is multiplied without tensor cores, in fp32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,7 +24,7 @@ def widened(stored, DTYPE: tl.constexpr):
     """e4m3 in DTYPE. By way of fp16, one instruction for two; from there to bf16 the bits are moved, since that
     conversion runs at a quarter of the rate: what is too small by the difference of the exponents' biases then, 2^112,
     is multiplied. Exact: three bits of mantissa, and no number that fp16 holds as a subnormal one."""
-    if INTERPRETED or tl.float16 == DTYPE:
+    if INTERPRETED or tl.bfloat16 != DTYPE:
         return stored.to(DTYPE)
     else:
         return tl.inline_asm_elementwise(
@@ -150,21 +151,28 @@ def matmul_quantised_kernel(
         STEP_BYTES: tl.constexpr = TILE_K * BITS // 8
         prefetch(values, w_rows, first * STEP_BYTES, tl.minimum((last - first) * STEP_BYTES, PREFETCH))
     begin(PDL)
+    DTYPE: tl.constexpr = tl.float32 if TILE_M == 1 else x.dtype.element_ty
+    wide = tl.zeros([TILE_N, TILE_K], tl.float32)  # of one row
     for step in tl.range(first, last, num_stages=STAGES):
-        values_KM = tl.load(inputs + step * TILE_K)
-        if GROUP == 0:
-            weights = load_weights(values, zero, w_rows, step, x.dtype.element_ty, BITS, TILE_K)
-            if INTERPRETED:
-                acc += dot(weights, values_KM)
-            else:
-                acc = tl.dot(weights, values_KM, acc)
-        else:
+        scale = tl.full([TILE_N], 1.0, tl.float32)
+        if GROUP > 0:
             places = step // (GROUP // TILE_K) * (s_row * 8) + outputs
             scale = scale_of(scales + places, BITS)
             if BITS == 4:
                 zero = tl.load(zeros + places)
-            weights = load_weights(values, zero, w_rows, step, x.dtype.element_ty, BITS, TILE_K)
-            acc += dot(weights, values_KM) * scale[:, None]
+        if TILE_M == 1:
+            values_K = tl.load(x + step * TILE_K + tl.arange(0, TILE_K)).to(tl.float32)
+            weights = load_weights(values, zero, w_rows, step, DTYPE, BITS, TILE_K)
+            wide += weights * scale[:, None] * values_K[None, :] if GROUP > 0 else weights * values_K[None, :]
+        else:
+            values_KM = tl.load(inputs + step * TILE_K)
+            weights = load_weights(values, zero, w_rows, step, DTYPE, BITS, TILE_K)
+            if GROUP > 0 or INTERPRETED:
+                acc += dot(weights, values_KM) * scale[:, None]
+            else:
+                acc = tl.dot(weights, values_KM, acc)
+    if TILE_M == 1:
+        acc = tl.sum(wide, 1)[:, None]
     first_y = tile * (TILE_N // 2 if SILU else TILE_N)
     if IS_SPLIT:
         places = tl.arange(0, TILE_N)[:, None] * TILE_M + tl.arange(0, TILE_M)[None, :]
