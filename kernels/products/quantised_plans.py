@@ -56,7 +56,7 @@ def choose_plan(num_rows: int, num_outputs: int, num_inputs: int, group: int, bi
 
 
 def _plan_of_one(num_outputs: int, num_inputs: int, group: int, whole: int) -> QuantisedPlan:
-    """One row, without tensor cores."""
+    """One row, without tensor cores. Tiles: docs/measurements.md#weights-of-8-and-4-bits."""
     if group or num_inputs % 512:
         return QuantisedPlan(64, 1, whole, 1, 4, 4, PREFETCHED)
     return QuantisedPlan(16, 1, 512, 1 if num_inputs < 8192 else 2, 4, 4, PREFETCHED)
