@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -220,15 +221,21 @@ REFUSED: dict[str, dict] = {
 
 
 def tiny_hf_model(family: str) -> Path:
-    """Folder of that family, built on first use and kept for the test session's machine."""
-    root = Path(tempfile.gettempdir()) / f"tandem-tiny-hf-models-{os.getuid()}-v2"
-    return made_once(root / family, lambda folder: _build(family, folder))
+    """Folder of that family, built on first use and kept for as long as what it is made of stays so."""
+    made_of = [_config_of(family), PROCESSORS.get(family), TEMPLATES.get(family), MARKS.get(family)]
+    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:8]
+    root = Path(tempfile.gettempdir()) / f"tandem-tiny-hf-models-{os.getuid()}-v3"
+    return made_once(root / f"{family}-{digest}", lambda folder: _build(family, folder))
+
+
+def _config_of(family: str) -> dict:
+    return {**FAMILIES, **REFUSED, **TOWERS}[family]
 
 
 def _build(family: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    config = AutoConfig.for_model(family, **{**FAMILIES, **REFUSED, **TOWERS}[family])
+    config = AutoConfig.for_model(family, **_config_of(family))
     torch.manual_seed(0)
     model = (AutoModelForMultimodalLM if family in TOWERS else AutoModelForCausalLM).from_config(config)
     generator = torch.Generator().manual_seed(sum(family.encode()))
