@@ -22,12 +22,13 @@ def generated_pages() -> dict[str, str]:
 
 
 def shown_pages() -> list[Path]:
-    """Pages of the repository, and the files that they link to which are no pages."""
+    """Pages of the repository, their pictures, and the files that they link to which are no pages."""
     wings = [path.resolve() for path in (ROOT / "tandem").iterdir() if path.is_symlink()]
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tests").glob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").glob("*.md")]
     pages += [ROOT / "tests" / "gpu" / "RESULTS.md", *(page for wing in wings for page in wing.rglob("*.md"))]
     linked = {(page.parent / link).resolve() for page in pages for link in _LINK.findall(page.read_text())}
-    return sorted({*pages, *(path for path in linked if path.is_file() and path.is_relative_to(ROOT))})
+    pictures = {path for path in (ROOT / "docs").rglob("*.*") if path.suffix != ".md"}
+    return sorted({*pages, *pictures, *(path for path in linked if path.is_file() and path.is_relative_to(ROOT))})
 
 
 def on_startup(**_: Any) -> None:
@@ -60,7 +61,7 @@ def on_files(files: Any, config: Any) -> Any:
     """The repository's pages in the place of those of docs/ alone, and what is generated."""
     from mkdocs.structure.files import File
 
-    for file in list(files.documentation_pages()):
+    for file in [file for file in files if file.src_dir == config.docs_dir]:
         files.remove(file)
     for path in shown_pages():
         files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
