@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.kv_connector.directory.kept import KeptElsewhere
 from tandem.kv_connector.directory.records import NodeRecord
 
 if TYPE_CHECKING:
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def make_publisher(options: NodeOptions, info: NodeInfo, num_blocks: int) -> RedisPublisher | None:
-    """Makes the publisher; None without a Redis."""
+def make_publisher(
+    options: NodeOptions, info: NodeInfo, num_blocks: int, kept: KeptElsewhere | None = None
+) -> RedisPublisher | None:
+    """Makes the publisher, which tells `kept` what peers keep; None without a Redis."""
     if not options.redis_url:
         if options.ready_fd < 0:  # nobody started it who would tell its router
             logger.info("there is no --redis-url: routers find this node by --node %s alone", info.control_address)
@@ -24,7 +27,7 @@ def make_publisher(options: NodeOptions, info: NodeInfo, num_blocks: int) -> Red
     from tandem.kv_connector.directory.publisher import RedisPublisher
 
     record = make_record(info, num_blocks, options.cache.block_size)
-    return RedisPublisher(options.redis_url, options.namespace, record)
+    return RedisPublisher(options.redis_url, options.namespace, record, kept=kept)
 
 
 def make_record(info: NodeInfo, num_blocks: int, block_size: int) -> NodeRecord:

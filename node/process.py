@@ -159,7 +159,7 @@ class NodeProcess:
         self.precise = make_precise_kv(self.loaded, options, self.grammars)
         self.control = self._make_control(sockets)
         self.logic = make_logic(self._context())
-        self.publisher = make_publisher(options, self.info, num_blocks)
+        self.publisher = make_publisher(options, self.info, num_blocks, None if self.tiers is None else self.tiers.kept)
         self.profiler = self._make_profiler()
         self.loop = self._make_loop()
 

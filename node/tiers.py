@@ -17,6 +17,7 @@ from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.rate import Rate
 from tandem.engine.device.kv_pool import free_host_bytes
 from tandem.kernels.blocks.quantization import FP8_DTYPE
+from tandem.kv_connector.directory.kept import KeptElsewhere
 from tandem.kv_connector.tiers.disk import DiskTier
 from tandem.kv_connector.tiers.disk_file import DiskFile
 from tandem.kv_connector.tiers.host import HostTier
@@ -70,7 +71,8 @@ def make_tiers(
         logger.warning("serving without a host tier: %s", error)
         return None
     file = open_disk_file(options, host.blocks, loaded) if wants_disk else None
-    return NodeTiers(pool, host, file, compute_rate, post)
+    kept = KeptElsewhere() if options.cache.keep_kv_once and options.redis_url else None
+    return NodeTiers(pool, host, file, compute_rate, post, kept)
 
 
 def compresses(options: NodeOptions, pool: torch.Tensor) -> bool:
@@ -107,9 +109,11 @@ class NodeTiers:
         file: DiskFile | None,
         compute_rate: Rate,
         post: Callable[[JobDone], None],
+        kept: KeptElsewhere | None = None,
     ) -> None:
         self._host = host
         self._disk = None if file is None else DiskTier(host.blocks, file, post)
+        self.kept = kept  # None: nothing is left to peers
         num_host, shares = len(host.blocks), pool.shares
         host_index = TierIndex(num_host, lambda tenant: shares.quota(tenant, num_host))
         disk_index = None
@@ -118,7 +122,7 @@ class NodeTiers:
             disk_index = TierIndex(num_disk, lambda tenant: shares.quota(tenant, num_disk))
         batch = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // block_bytes(host.pool)))
         block_size, step_load = host.pool.shape[4], host.step_load
-        self.manager = TierManager(pool, block_size, host_index, disk_index, step_load, compute_rate, batch)
+        self.manager = TierManager(pool, block_size, host_index, disk_index, step_load, compute_rate, batch, kept)
         if file is not None:
             self.manager.restore(file.restored())
 

@@ -19,7 +19,9 @@ from redis.client import Pipeline
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.process.watched import watched_thread
+from tandem.kv_connector.directory.kept import KeptElsewhere
 from tandem.kv_connector.directory.own_view import OwnView
+from tandem.kv_connector.directory.peers_blocks import PeersBlocks
 from tandem.kv_connector.directory.records import (
     Batch,
     KeySpace,
@@ -63,10 +65,13 @@ class RedisPublisher:
         namespace: str,
         record: NodeRecord,
         times: PublisherTimes | None = None,
+        kept: KeptElsewhere | None = None,
     ) -> None:
+        """`kept`: is told what peers keep of the blocks that it asks for; None: nobody asks."""
         self._times = times or PublisherTimes()
         self._keys = KeySpace(namespace)
         self._record = record
+        self._peers_blocks = None if kept is None else PeersBlocks(kept, record, self._keys)
         self._view = OwnView(record.owner)
         self._lock = threading.Lock()  # guards _view; held for in-memory work only
         self._wake = threading.Event()
@@ -132,6 +137,8 @@ class RedisPublisher:
             self._greet()
             self._connected = True
         self._heartbeat()
+        if self._peers_blocks is not None:
+            self._peers_blocks.look(self._servers)
         next_heartbeat = time.monotonic() + self._times.heartbeat_s
         while not self._closing and (left_s := next_heartbeat - time.monotonic()) > 0:
             self._flush()

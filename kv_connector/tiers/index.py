@@ -76,6 +76,10 @@ class TierIndex:
     def num_free(self) -> int:
         return len(self._free)
 
+    def has_children(self, block_hash: bytes) -> bool:
+        """Whether blocks are here whose parent this one is, wherever it is."""
+        return bool(self._num_children.get(block_hash))
+
     def is_ready(self, block_hash: bytes) -> bool:
         entry = self._entries.get(block_hash)
         return entry is not None and entry.is_ready

@@ -15,6 +15,7 @@ from tandem.engine.contracts.rate import Rate
 from tandem.engine.scheduling.ports import Taker
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.step import StepMeta
+from tandem.kv_connector.directory.kept import KeptElsewhere
 from tandem.kv_connector.protocol.jobs import LayerLoad
 from tandem.kv_connector.tiers.index import StoredBlock, TierIndex
 from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Load, TierJob, with_loads
@@ -46,13 +47,15 @@ class TierManager:
         make_step_load: Callable[[Load], LayerLoad],
         compute_rate: Rate,
         batch_blocks: int = 32,
+        kept: KeptElsewhere | None = None,
     ) -> None:
         """`make_step_load` makes a load that ConnectorWorker runs beside a step's layers. `compute_rate` measures
-        prompt tokens, as the step clock does. `batch_blocks` is how many blocks one job copies."""
+        prompt tokens, as the step clock does. `batch_blocks` is how many blocks one job copies; `kept` says what peers
+        keep."""
         self._pool, self._host, self._disk = pool, host, disk
         self._block_size = block_size
         self._events: list[BlockEvent] = []
-        self._write_back = WriteBack(pool, host, disk, self._events.append, batch_blocks)
+        self._write_back = WriteBack(pool, host, disk, self._events.append, batch_blocks, kept)
         self.promoter = Promoter(pool, host, disk, self._write_back)
         self.counters = TierCounters()
         self._make_step_load = make_step_load

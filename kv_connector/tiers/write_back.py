@@ -8,9 +8,11 @@ from itertools import islice
 
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.directory import BlockEvent
+from tandem.kv_connector.directory.kept import KeptElsewhere
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import JobDone, Save, Spill, TierJob
 
+ASKED_AHEAD = 1024  # blocks, of which the directory is asked before they are among those that are saved; a guess
 # How many of the blocks next to be evicted are copied ahead of that: to the host as many as a long prompt takes at
 # once.
 SAVED_AHEAD, SPILLED_AHEAD = 256, 64  # docs/measurements.md#conversations-over-tiers; 64 is a guess
@@ -27,6 +29,7 @@ class WriteBackCounters:
     host_evictions: int = 0
     disk_evictions: int = 0
     blocks_lost: int = 0  # evicted from the device before they were saved
+    blocks_left: int = 0  # evicted from the device and not saved, since a peer keeps them
 
 
 class _NotIn:
@@ -51,7 +54,10 @@ class WriteBack:
         disk: TierIndex | None,
         tell: Callable[[BlockEvent], None],
         batch_blocks: int,
+        kept: KeptElsewhere | None = None,
     ) -> None:
+        """`kept`: what peers keep of the blocks that it is asked for, which are left to them; None: nothing is."""
+        self._kept = kept
         self.counters = WriteBackCounters()
         self._pool, self._host, self._disk = pool, host, disk
         self._tell = tell
@@ -139,7 +145,9 @@ class WriteBack:
                 self._note_unsaved(event.block_hash)
             elif event.block_hash in self._unsaved:
                 del self._unsaved[event.block_hash]
-                self.counters.blocks_lost += 1
+                is_left = self._is_left(event.block_hash)
+                self.counters.blocks_left += is_left
+                self.counters.blocks_lost += not is_left
         if not self._saving and self._unsaved:
             self._save(is_idle)
         if self._disk is not None and not self._spilling and self._unspilled:
@@ -150,7 +158,10 @@ class WriteBack:
         block, but only into free slots or, as long as the disk has room, those of blocks that are on disk: otherwise
         blocks would go round for ever."""
         cold = self._pool.cold_end(min(SAVED_AHEAD, -(-self._host.capacity // 2)))
-        unsaved = (each for each in cold if each in self._unsaved and each not in self._host)
+        if self._kept is not None:
+            self._kept.ask(self._pool.cold_end(ASKED_AHEAD))
+            is_idle = False  # what peers keep of it is not known yet
+        unsaved = (e for e in cold if e in self._unsaved and e not in self._host and not self._is_left(e))
         chosen = list(islice(unsaved, self._batch))
         kept: Container[bytes] = frozenset(cold) if chosen else ()  # otherwise they would displace each other for ever
         if not chosen and is_idle:
@@ -170,6 +181,10 @@ class WriteBack:
             hashes, block_ids, slots, generations = zip(*taken, strict=True)
             self._saving = True
             self._jobs.append(Save(hashes, block_ids, slots, generations, self._num_flushes))
+
+    def _is_left(self, block_hash: bytes) -> bool:
+        """Whether a peer surely keeps it, and nothing here could be reached through it alone."""
+        return self._kept is not None and block_hash in self._kept and not self._host.has_children(block_hash)
 
     def _spill(self, is_idle: bool) -> None:
         """Spills blocks of the host pool to disk, chosen in the same way."""

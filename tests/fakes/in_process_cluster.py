@@ -43,7 +43,7 @@ FAST = Timeouts(heartbeat_s=0.1, peer_lost_s=PATIENCE_S, connect_s=20.0, resend_
 
 def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
     """A small CPU node; beside NodeOptions' fields `block_size`, `num_blocks`, `caching`, `chunk`, `max_num_seqs`,
-    `ttft_target_ms`, `tpot_target_ms`, `kv_cache_dtype`, `kv_scales`,
+    `ttft_target_ms`, `tpot_target_ms`, `keep_kv_once`, `kv_cache_dtype`, `kv_scales`,
     `calculate_kv_scales`, `precise_kv_tokens` and `kv_quality_sample_rate`."""
     cache = CacheOptions(
         block_size=int(changes.pop("block_size", BLOCK)),  # type: ignore[call-overload]
@@ -54,6 +54,7 @@ def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
         host_tier_dtype=changes.pop("host_tier_dtype", "auto"),  # type: ignore[arg-type]
         disk_tier_bytes=int(changes.pop("disk_tier_bytes", 0)),  # type: ignore[call-overload]
         disk_tier_dir=str(changes.pop("disk_tier_dir", "")),
+        keep_kv_once=bool(changes.pop("keep_kv_once", False)),
         kv_cache_dtype=changes.pop("kv_cache_dtype", "auto"),  # type: ignore[arg-type]
         kv_scales=str(changes.pop("kv_scales", "")),
         calculate_kv_scales=bool(changes.pop("calculate_kv_scales", False)),

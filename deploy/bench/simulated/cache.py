@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 
 from tandem.engine.contracts.directory import BlockEvent
 
 
 class TieredCache:
     """Blocks of a node: what leaves the GPU tier goes to the host tier, what leaves that is gone. Least recently used
-    first; of one request the deepest first. A block is in one tier."""
+    first; of one request the deepest first. A block is in one tier. `is_left`: whether a peer keeps a block, so that it
+    need not go to the host tier, unless one there is reached through it."""
 
-    def __init__(self, num_gpu_blocks: int, num_host_blocks: int) -> None:
+    def __init__(
+        self, num_gpu_blocks: int, num_host_blocks: int, is_left: Callable[[bytes], bool] = lambda block_hash: False
+    ) -> None:
+        self._is_left = is_left
+        self._parents: dict[bytes, bytes | None] = {}  # of blocks that are here
+        self._num_children: Counter[bytes | None] = Counter()  # in the host tier, by parent
         self._gpu: OrderedDict[bytes, None] = OrderedDict()
         self._host: OrderedDict[bytes, None] = OrderedDict()
         self._num_gpu, self._num_host = num_gpu_blocks, num_host_blocks
@@ -22,6 +28,9 @@ class TieredCache:
         """What the directory is to hear of, since the last call."""
         events, self.events = self.events, []
         return events
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._gpu or block_hash in self._host
 
     def match(self, hashes: Sequence[bytes]) -> tuple[int, int]:
         """Returns how many leading blocks are here, and how many of these are in the host tier."""
@@ -36,6 +45,7 @@ class TieredCache:
 
     def use(self, hashes: Sequence[bytes]) -> None:
         """Puts all of them into the GPU tier, the first as the most recent."""
+        self._parents.update(zip(hashes, (None, *hashes[:-1]), strict=True))
         for block_hash in reversed(hashes):
             if block_hash in self._gpu:
                 self._gpu.move_to_end(block_hash)
@@ -43,18 +53,32 @@ class TieredCache:
             self._gpu[block_hash] = None
             self.events.append(BlockEvent(block_hash, True, "gpu"))
             if block_hash in self._host:
-                del self._host[block_hash]
-                self.events.append(BlockEvent(block_hash, False, "cpu"))
+                self._leave_host(block_hash)
         while len(self._gpu) > self._num_gpu:
             block_hash, _ = self._gpu.popitem(last=False)
             self.events.append(BlockEvent(block_hash, False, "gpu"))
-            if self._num_host:
+            if self._num_host and (self._num_children[block_hash] or not self._is_left(block_hash)):
                 self._host[block_hash] = None
+                self._num_children[self._parents[block_hash]] += 1
                 self.events.append(BlockEvent(block_hash, True, "cpu"))
+            else:
+                del self._parents[block_hash]
         while len(self._host) > self._num_host:
-            self.events.append(BlockEvent(self._host.popitem(last=False)[0], False, "cpu"))
+            block_hash = next(iter(self._host))
+            self._leave_host(block_hash)
+            del self._parents[block_hash]
+
+    def _leave_host(self, block_hash: bytes) -> None:
+        del self._host[block_hash]
+        parent = self._parents[block_hash]
+        self._num_children[parent] -= 1
+        if not self._num_children[parent]:
+            del self._num_children[parent]
+        self.events.append(BlockEvent(block_hash, False, "cpu"))
 
     def check_integrity(self) -> None:
         assert len(self._gpu) <= self._num_gpu
         assert len(self._host) <= self._num_host
         assert not self._gpu.keys() & self._host.keys()
+        assert self._parents.keys() == self._gpu.keys() | self._host.keys()
+        assert self._num_children == Counter(self._parents[each] for each in self._host)

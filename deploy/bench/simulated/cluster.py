@@ -19,7 +19,9 @@ from tandem.deploy.bench.simulated.shape import ClusterShape
 from tandem.deploy.bench.trace import TraceRequest
 from tandem.engine.contracts.config import PlacementName
 from tandem.engine.contracts.keys import NodeKey
+from tandem.kv_connector.directory.kept import gives_way
 from tandem.kv_connector.directory.own_view import OwnView
+from tandem.kv_connector.directory.peers_blocks import MOST_PEERS
 from tandem.kv_connector.directory.records import Batch, DirectoryEvent, decode_event, encode
 
 HEARTBEAT_S = 0.5  # engine/contracts/config.py
@@ -37,6 +39,7 @@ class Simulation:
     """`run()` once; then `jobs` holds every request's times and hits, `nodes` the loads."""
 
     def __init__(self, shape: ClusterShape, policy: PlacementName, channel: Channel = wire_channel) -> None:
+        self._peers: dict[str, list[SimulatedNode]] = {}  # whom a node leaves blocks to
         self._by_id: dict[str, SimulatedNode] = {}
         self._sources: dict[Job, SimulatedNode] = {}  # of prompts that decode elsewhere
         # When a node's step ends, or a prompt that was handed over is there.
@@ -51,12 +54,17 @@ class Simulation:
                 shape.targets,
                 role,
                 self._claim,
+                self._is_left,
             )
             for index, role in enumerate(shape.roles)
         ]
         self.jobs: list[Job] = []
         self._channel = channel
         self._by_id.update({node.node_id: node for node in self.nodes})
+        if shape.keeps_once:
+            for each in self._by_id:
+                behind = sorted(other for other in self._by_id if gives_way(each, other))
+                self._peers[each] = [self._by_id[other] for other in behind[:MOST_PEERS]]
         self._owners = {node.node_id: OwnView(NodeKey(node.node_id, EPOCH)) for node in self.nodes}
         self._routers: list[Router] = [
             ElasticRouter(self.nodes, shape.costs, shape.targets, shape.most_nodes)
@@ -86,6 +94,9 @@ class Simulation:
             else:
                 self._arrive(requests[index], index)
                 index += 1
+                if index == len(requests):
+                    for node in self.nodes:
+                        node.arrivals_ended(now)
 
     def _arrive(self, request: TraceRequest, index: int) -> None:
         now = request.arrival_s
@@ -126,6 +137,9 @@ class Simulation:
         if node.cache.events:
             self._changed[node.node_id] = node
             self._flush_at = min(self._flush_at, now + FLUSH_S)
+
+    def _is_left(self, node_id: str, block_hash: bytes) -> bool:
+        return any(block_hash in peer.cache for peer in self._peers.get(node_id, ()))
 
     # --- hand-offs --------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         gpu_tokens=arguments.gpu_tokens,
         host_tokens=arguments.host_tokens,
         num_routers=arguments.routers,
+        keeps_once=arguments.keep_kv_once,
         targets=targets if arguments.deadlines else NO_TARGETS,
         costs=CostModel(fetch_s_per_token=1 / arguments.fetch_rate if arguments.fetch_rate else 0.0),
     )

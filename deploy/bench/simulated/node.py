@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
+from functools import partial
 
 from tandem.deploy.bench.simulated.cache import TieredCache
 from tandem.deploy.bench.simulated.costs import CostModel
@@ -52,14 +53,17 @@ class SimulatedNode:
         targets: Targets = NO_TARGETS,
         role: str = "unified",
         claim: Callable[[Job, float], None] = lambda job, now: None,
+        is_left: Callable[[str, bytes], bool] = lambda node_id, block_hash: False,
     ) -> None:
-        """`claim` is called as a prompt begins that will be handed over."""
+        """`claim` is called as a prompt begins that will be handed over; `is_left` says whether the node of that id may
+        leave a block to a peer."""
         self.node_id, self.role = node_id, role
         self.next_at = math.inf
         self.busy_s = self.prefill_s = 0.0
+        self.loaded_s = 0.0  # busy until the last request came: then long answers run on alone
         self.done: list[Job] = []
         self.computed: list[Job] = []
-        self.cache = TieredCache(gpu_tokens // TRACE_BLOCK, host_tokens // TRACE_BLOCK)
+        self.cache = TieredCache(gpu_tokens // TRACE_BLOCK, host_tokens // TRACE_BLOCK, partial(is_left, node_id))
         self.num_blocks = gpu_tokens // TRACE_BLOCK
         self._context = 0
         self.link, self.grants = Link(costs), Grants(lambda: gpu_tokens - self._context)
@@ -143,6 +147,11 @@ class SimulatedNode:
         self.cache.use(job.hashes)
         self._resuming.append(job)
         self._interrupt(now)
+
+    def arrivals_ended(self, now: float) -> None:
+        """Notes that nothing more will be placed on any node."""
+        began, _, num_steps = self._run
+        self.loaded_s = self.busy_s + (now - began if num_steps else 0.0)
 
     def advance(self) -> None:
         """Ends the step, or run of decode steps, that is under way."""

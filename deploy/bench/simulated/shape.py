@@ -22,6 +22,7 @@ class ClusterShape:
     most_nodes: int = 4  # that compute one prompt, where the placement is elastic
     num_prefill: int = 0
     num_decode: int = 0
+    keeps_once: bool = False  # whether nodes leave to others what those keep
 
     @property
     def roles(self) -> list[str]:

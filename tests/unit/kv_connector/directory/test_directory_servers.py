@@ -30,7 +30,7 @@ TIMES = PublisherTimes(heartbeat_s=0.2, lease_s=10.0, io_timeout_s=2.0)
 # What docs/directory.md tells to grant.
 ACL_RIGHTS = (
     "resetkeys ~prod:* resetchannels &prod:events -@all +get +mget +set +incrby +unlink +pexpire "
-    "+sadd +srem +smembers +sscan +publish +subscribe +unsubscribe +multi +exec +ping +hello +select"
+    "+sadd +srem +smembers +smismember +sscan +publish +subscribe +unsubscribe +multi +exec +ping +hello +select"
 )
 CLUSTER_RIGHTS = "+cluster|slots +command"
 

@@ -1,0 +1,48 @@
+"""Which of a node's blocks it may leave to a peer that surely keeps them. Pure; docs/kept_once.md.
+
+Each node gives way to those behind it in one order of all nodes, and to nobody else. So whoever is last of a block's
+holders leaves it to nobody: however late the others' knowledge is, no two leave a block to each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+# How long what the directory said counts: nodes ask it once a second. A peer that ages a block out meanwhile had it
+# among those that it would reuse next.
+LEASE_S = 3.0  # a guess
+
+
+class KeptElsewhere:
+    """What peers keep, by the directory's last answer. The step loop asks and looks, the directory's thread answers;
+    both put immutable things in place of others."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.asked: tuple[bytes, ...] = ()
+        self._answer: tuple[float, frozenset[bytes]] = (-math.inf, frozenset())
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        read_at, held = self._answer
+        return block_hash in held and self._clock() - read_at <= LEASE_S
+
+    def ask(self, hashes: Sequence[bytes]) -> None:
+        """Names the blocks that this node will give up next."""
+        self.asked = tuple(hashes)
+
+    def answer(self, held: Iterable[bytes], read_at: float) -> None:
+        """Takes which of them peers to whom this node gives way held at `read_at`."""
+        self._answer = read_at, frozenset(held)
+
+
+def gives_way(own: str, other: str) -> bool:
+    """Whether the node `own` leaves to the node `other` what both hold. A total order of names, mixed, so that nodes of
+    one role don't all come before those of another."""
+    return _place(own) < _place(other)
+
+
+def _place(node_id: str) -> tuple[bytes, str]:
+    return hashlib.blake2b(node_id.encode(), digest_size=8).digest(), node_id

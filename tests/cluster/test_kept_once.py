@@ -1,0 +1,46 @@
+"""Nodes that leave to one of them what both hold: answers stay right, also when that one dies."""
+
+from __future__ import annotations
+
+import pytest
+from tier_nodes import NUM_BLOCKS, Asker, always_loading, make_references
+from waiting import wait_until
+
+from in_process_cluster import Node, node_options
+from redis_process import running_redis
+from tandem.kv_connector.directory.kept import gives_way
+from tiny_models import tiny_model
+
+
+def test_one_of_two_nodes_keeps_what_both_have_and_its_end_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.kv_connector.tiers.write_back.SAVED_AHEAD", 4)  # the pool is small
+    wanted = make_references()
+    first, last = ("a", "b") if gives_way("a", "b") else ("b", "a")
+    with running_redis() as server:
+        nodes = {
+            name: always_loading(Node(node_options(
+                "unified", tiny_model("llama"), node_id=name, redis_url=server.url, keep_kv_once=True,
+                num_blocks=NUM_BLOCKS)))
+            for name in (first, last)
+        }  # fmt: skip
+        askers = {name: Asker(node) for name, node in nodes.items()}
+        stopped = False
+
+        def left(name: str) -> float:
+            return askers[name].counts(nodes[name])["tier_blocks_left"]
+
+        try:
+            for name in (first, last):
+                askers[name].ask(wanted[0])
+            pool, kept = nodes[first].process.pool, nodes[first].process.tiers.kept
+            wait_until(lambda: any(each in kept for each in pool.cached_hashes()), "news of what the other keeps")
+            askers[first].ask(wanted[1])  # takes the place of the first
+            wait_until(lambda: left(first) > 0, "some of it to be left to the other")
+            assert left(last) == 0
+            nodes[last].stop()
+            stopped = True
+            askers[first].ask(wanted[0])
+        finally:
+            nodes[first].stop()
+            if not stopped:
+                nodes[last].stop()
