@@ -15,7 +15,8 @@ TIERS = ("gpu", "cpu", "peer")
 
 @dataclass(frozen=True)
 class TraceReport:
-    """Hits in shares of all prompt tokens (not computed again / prompt tokens); loads are busiest / mean."""
+    """Hits in shares of all prompt tokens (not computed again / prompt tokens); loads are busiest / mean, of all
+    work until the last request came, and of prompt work."""
 
     hits: dict[str, float]
     ttft_s: tuple[float, float, float]  # p50, p90, p99
@@ -65,7 +66,7 @@ def summarize_jobs(jobs: Sequence[Job], nodes: Sequence[SimulatedNode], targets:
         num_requests=len(jobs),
         goodput=num_good / duration_s,
         good_share=num_good / len(jobs),
-        busy_imbalance=_imbalance([node.busy_s for node in nodes]),
+        busy_imbalance=_imbalance([node.loaded_s for node in nodes]),
         prefill_imbalance=_imbalance([node.prefill_s for node in nodes]),
         duration_s=duration_s,
     )

@@ -23,6 +23,8 @@ from tandem.router.placing.policies import DUPLICATE_COST, NO_ROOM_S, SEQUENCE_C
 # much as somebody who is late.
 AGAINST_PROMPT, AGAINST_STREAM_S, MOST_AGAINST_S = 2.0, 0.5, 5.0  # guesses
 LATE_S = 10.0  # what somebody who is late costs, in seconds of somebody's waiting; a guess
+# What a prompt costs more on a node that lately got twice the mean of prompt work or more, in shares of its time there.
+CROWDED_COST = 1.0  # docs/simulator.md#256-nodes
 MOST_NODES = 4  # that compute one prompt; a guess
 SHARED_TOKENS = 4096  # of a prompt for each node that computes it, at least: shorter parts are all launches; a guess
 SHORTLIST = 8  # nodes that are looked at closely: of the least busy ones, and of those that hold most; a guess
@@ -147,12 +149,14 @@ class _Search:
         self._task, self._cached, self._now, self._most_nodes = task, cached, now, most_nodes
         self._fleet, self._roads = fleet, fleet.roads
         self._without: dict[NodeKey, Forecast] = {}  # what becomes of nodes' prompts without this one
+        self._usual_s = 0.0  # what nodes got of prompt work lately, on average
         self._streams: dict[NodeKey, tuple[float, int]] = {}  # what one more stream costs, where
 
     def plans(self) -> list[Plan]:
         task, fleet = self._task, self._fleet
         self._streams = {node.key: self._stream_cost(node) for node in fleet.decoding}
         computing = fleet.computing if task.moves else [node for node in fleet.computing if node.key in self._streams]
+        self._usual_s = sum(node.recent_s for node in computing) / max(1, len(computing))
         near = self._shortlist(computing)
         self._without = {node.key: node.without(self._now) for node in near}
         takers = [node for node in fleet.decoding if task.moves and node.key not in fleet.takes_none]
@@ -191,7 +195,7 @@ class _Search:
         if len(nodes) <= SHORTLIST:
             return list(nodes)
         backlogs = {node.key: node.backlog_s(self._now) for node in nodes}
-        idle = heapq.nsmallest(SHORTLIST, nodes, key=lambda node: (backlogs[node.key], node.num_streams, node.key))
+        idle = heapq.nsmallest(SHORTLIST, nodes, key=lambda node: (backlogs[node.key], node.recent_s, node.key))
         holding = [node for node in nodes if node.key in self._cached]
         most = heapq.nsmallest(SHORTLIST, holding, key=lambda n: (-self._cached[n.key], backlogs[n.key], n.key))
         return list({node.key: node for node in (*idle, *most)}.values())
@@ -262,10 +266,15 @@ class _Search:
             forecast = each.node.forecast(now, share_s, now + due_s)
             own_s = max(own_s, forecast.own_s)
             num_late += max(0, forecast.num_late - without.num_late - (forecast.own_s > due_s))
-            others_s += forecast.others_s - without.others_s
+            others_s += forecast.others_s - without.others_s + CROWDED_COST * self._crowding(each.node) * share_s
         num_late += own_s > task.ttft_s
         twice_s = lead.num_pulled * DUPLICATE_COST * lead.node.s_per_token
         return _Price(own_s + others_s + LATE_S * num_late + twice_s, own_s, num_late, share_s, due_s)
+
+    def _crowding(self, node: Outlook) -> float:
+        """How much more prompt work a node got lately than others, of 1. Else those that are looked at first, or that
+        hold more, would get more for good."""
+        return min(1.0, max(0.0, node.recent_s / self._usual_s - 1)) if self._usual_s else 0.0
 
     def _seconds(self, lead: _Lead) -> float:
         """What the prompt takes on that node alone, and pulling its prefix."""

@@ -13,6 +13,7 @@ from tandem.engine.contracts.wire.work import NodeReport
 
 # The rate of a node until it has measured its own.
 PREFILL_S_PER_TOKEN = 1 / 20_000  # a guess
+LATELY_S = 300.0  # half-life of `recent_s`: of the order of what a cache holds; a guess
 LEAST_S_PER_TOKEN = 1e-9  # whatever a node says: seconds are divided by it; a guess
 
 
@@ -30,6 +31,8 @@ class Outlook:
     def __init__(self, key: NodeKey, report: NodeReport, now: float = 0.0) -> None:
         self.key = key
         self.num_placed = 0  # streams that the report doesn't show
+        self.recent_s = 0.0  # seconds of prompt work that were placed there, what is long ago forgotten
+        self._heard_at = now
         self._unseen: list[tuple[float, Due[int], int]] = []  # placements: when, the prompt, new streams
         self._prompts: list[Due[int]] = []
         self._is_ordered, self._num_late = False, 0
@@ -43,6 +46,8 @@ class Outlook:
     def note_report(self, report: NodeReport, seen_until: float, now: float) -> None:
         """Takes a report. What was placed after `seen_until` is not in it."""
         self.report = report
+        self.recent_s *= 0.5 ** (max(0.0, now - self._heard_at) / LATELY_S)
+        self._heard_at = now
         least_s = report.least_s_per_token or report.s_per_token or PREFILL_S_PER_TOKEN
         self.least_s_per_token = max(least_s, LEAST_S_PER_TOKEN)
         self.s_per_token = max(report.s_per_token, self.least_s_per_token)
@@ -63,6 +68,7 @@ class Outlook:
         self._count += 1
         due = Due(0, due_at, num_tokens, order=self._count)
         self._unseen.append((now, due, num_streams))
+        self.recent_s += num_tokens * self.s_per_token
         self.num_placed += num_streams
         if num_tokens:
             self._prompts.append(due)
