@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 # How long what the directory said counts: nodes ask it once a second. A peer that ages a block out meanwhile had it
 # among those that it would reuse next.
 LEASE_S = 3.0  # a guess
+MOST_PEERS = 8  # to which a node leaves blocks; a guess
 
 
 class KeptElsewhere:

@@ -9,14 +9,12 @@ import msgspec
 import redis
 
 from tandem.engine.process.process_log import RateLimited
-from tandem.kv_connector.directory.kept import KeptElsewhere, gives_way
+from tandem.kv_connector.directory.kept import MOST_PEERS, KeptElsewhere, gives_way
 from tandem.kv_connector.directory.records import KeySpace, NodeRecord, decode_record
 from tandem.kv_connector.directory.servers import RedisServers
 
 log = logging.getLogger(__name__)
 once = RateLimited(log, repeat_s=3600.0)
-
-MOST_PEERS = 8  # that are asked for; a guess
 
 
 class PeersBlocks:

@@ -19,9 +19,8 @@ from tandem.deploy.bench.simulated.shape import ClusterShape
 from tandem.deploy.bench.trace import TraceRequest
 from tandem.engine.contracts.config import PlacementName
 from tandem.engine.contracts.keys import NodeKey
-from tandem.kv_connector.directory.kept import gives_way
+from tandem.kv_connector.directory.kept import MOST_PEERS, gives_way
 from tandem.kv_connector.directory.own_view import OwnView
-from tandem.kv_connector.directory.peers_blocks import MOST_PEERS
 from tandem.kv_connector.directory.records import Batch, DirectoryEvent, decode_event, encode
 
 HEARTBEAT_S = 0.5  # engine/contracts/config.py
