@@ -7,7 +7,8 @@ make test        set everything up, a redis-server included, and run the tests
 make dev         what an editor and a type checker need
 make check       ruff and mypy
 make docs        the documentation as a site, in build/site
-make soak        the long campaigns that `make test` leaves out (SOAK_MOMENTS, SOAK_SECONDS, SOAK_SEED: docs/verification.md)
+make soak        the long campaigns that `make test` leaves out (SOAK_MOMENTS, SOAK_SECONDS, SOAK_SEED: docs/verification.md),
+                 a quarter of the cores at a time (SOAK_WORKERS)
 make test-gpu    the tests that need a GPU, recorded in tests/gpu/RESULTS.md
 make test-gpus   those of several GPUs alone
 make clean       take all of that away
@@ -22,6 +23,7 @@ PYTHON ?=
 TORCH_VERSION ?= 2.13.0
 TORCH_INDEX ?=
 TEST_WORKERS ?= 2
+SOAK_WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) / 4)))
 ARGS ?=
 
 VENV := .venv
@@ -47,7 +49,7 @@ test: $(STAMPS)/test
 	$(BIN)/pytest -m "not slow" -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: $(STAMPS)/test
-	$(BIN)/pytest -m slow -q --timeout 3600 $(ARGS)
+	$(BIN)/pytest -m slow -q --timeout 3600 -n $(SOAK_WORKERS) --dist worksteal $(ARGS)
 
 # These take a build of torch that knows the GPU: see TORCH_VERSION and TORCH_INDEX.
 test-gpu: $(STAMPS)/test
