@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 from router_in_thread import RouterInThread
 from split_pair import GREEDY, Alone, changed
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from in_process_cluster import FAST, Node, client_of, node_options
 from tiny_models import random_prompt, tiny_model
@@ -71,7 +71,7 @@ def test_work_goes_the_other_way_when_the_mix_does(alone: Alone) -> None:
             def ask(prompts: list[list[int]]) -> None:
                 body = {"model": model, "prompt": prompts, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True,
                         "return_token_ids": True}  # fmt: skip
-                answer = router.client.post("/v1/completions", json=body, timeout=120)
+                answer = router.client.post("/v1/completions", json=body, timeout=2 * PATIENCE_S)
                 assert answer.status_code == 200, answer.text
                 for prompt, choice in zip(prompts, answer.json()["choices"], strict=True):
                     assert [choice["token_ids"]] == alone.run(prompt, changed(GREEDY, max_tokens=LENGTH))
@@ -121,7 +121,7 @@ def test_nodes_lean_the_other_way_when_the_mix_does(alone: Alone, monkeypatch: p
                     prompts = [random_prompt(length, seed=next(seeds)) for _ in range(2)]
                     body = {"model": model, "prompt": prompts, "max_tokens": num_tokens, "temperature": 0,
                             "ignore_eos": True, "return_token_ids": True}  # fmt: skip
-                    answer = router.client.post("/v1/completions", json=body, timeout=120)
+                    answer = router.client.post("/v1/completions", json=body, timeout=2 * PATIENCE_S)
                     assert answer.status_code == 200, answer.text
                     assert [len(choice["token_ids"]) for choice in answer.json()["choices"]] == [num_tokens] * 2
 

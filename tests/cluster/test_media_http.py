@@ -20,6 +20,7 @@ from PIL import Image
 from router_in_thread import RouterInThread
 from tiny_hf_models import TOWERS, tiny_hf_model
 from tiny_media import PLACEHOLDER, MediaPrompt, check_media_greedy
+from waiting import PATIENCE_S
 
 from in_process_cluster import Node, node_options
 from tandem import LLM, SamplingParams, errors
@@ -150,7 +151,7 @@ def test_answers_are_those_of_transformers(family: str, request: pytest.FixtureR
 
 
 def test_openais_client_and_both_apis_tell_pictures_apart(llava: Served) -> None:
-    client = openai.OpenAI(base_url=f"{llava.split.url}/v1", api_key="none", max_retries=0, timeout=60)
+    client = openai.OpenAI(base_url=f"{llava.split.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
     texts = set()
     for seed in (3, 4):
         completion = client.chat.completions.create(

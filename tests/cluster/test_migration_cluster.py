@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from stream_client import Stream
-from waiting import PATIENCE_S, happens, wait_until_gone
+from waiting import PATIENCE_S, wait_until, wait_until_gone
 
 from real_cluster import RealCluster
 from tiny_models import check_greedy, random_prompt, tiny_model
@@ -29,9 +29,12 @@ def stream(cluster: RealCluster, prompt: list[int], **fields: object) -> Stream:
     return Stream(cluster.url, cluster.model, prompt, LENGTH, **fields)
 
 
-def decoders_by_load(cluster: RealCluster) -> list[int]:
+def decoders_by_load(cluster: RealCluster, streams: list[Stream]) -> list[int]:
     """Processes of the decode nodes, the one with the most running sequences first."""
-    happens(lambda: any(cluster.by_node("num_running", "decode").values()), within_s=2.0)  # unless all has ended
+    wait_until(
+        lambda: any(cluster.by_node("num_running", "decode").values()) or all(each.has_ended for each in streams),
+        "the nodes to report what runs",
+    )
     running = cluster.by_node("num_running", "decode")
     return [cluster.pid_of_node(node) for node in sorted(running, key=lambda node: -running[node])]
 
@@ -49,7 +52,7 @@ def test_draining_nodes_give_their_streams_away(cluster: RealCluster) -> None:
         streams += [stream(cluster, prompt, **SEEDED), stream(cluster, random_prompt(90, seed=62), n=4, **SEEDED)]
         for each in streams:
             each.wait_for(20)
-        victim, _ = decoders_by_load(cluster)
+        victim, _ = decoders_by_load(cluster, streams)
         prefill = cluster.pid_of("prefill")
         for pid in (victim, prefill):
             cluster.send(pid, signal.SIGTERM)

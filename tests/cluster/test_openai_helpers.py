@@ -14,6 +14,7 @@ import pydantic
 import pytest
 from router_in_thread import RouterInThread
 from scripted_model import SCRIPTS, make_scripted_model
+from waiting import PATIENCE_S
 
 from in_process_cluster import Node, node_options
 from tandem.engine.contracts.config import Timeouts
@@ -42,7 +43,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterInThread]
 
 @pytest.fixture(scope="module")
 def client(router: RouterInThread) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         yield client
 
 
@@ -128,7 +129,9 @@ def test_a_client_that_is_refused_asks_again(router: RouterInThread) -> None:
 
 
 async def test_the_asynchronous_client(router: RouterInThread) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+    ) as client:
         assert [model.id async for model in client.models.list()] == ["scripted"]
 
         async def streamed() -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from router_in_thread import RouterInThread
+from waiting import PATIENCE_S
 
 from in_process_cluster import Node, node_options
 from tandem.deploy.options import DEMO_MODEL
@@ -42,7 +43,7 @@ def three_texts(folder: Path, addresses: tuple[str, ...], choice: str = "auto", 
     with RouterInThread(folder, addresses, **options) as router:
         router.wait_ready()
         body = {"prompt": PROMPT, **fields}
-        answers = [router.client.post("/v1/completions", json=body, timeout=60) for _ in range(3)]
+        answers = [router.client.post("/v1/completions", json=body, timeout=PATIENCE_S) for _ in range(3)]
     assert all(answer.status_code == 200 for answer in answers), answers[0].text
     return [answer.json()["choices"][0]["text"] for answer in answers]
 
@@ -67,7 +68,7 @@ def test_a_default_length_gives_way_to_the_models_own(addresses: tuple[str, ...]
     folder = demo_with(tmp_path / "demo_model", max_new_tokens=100_000)
     with RouterInThread(folder, addresses, timeouts=Timeouts()) as router:
         body = {"prompt": [5] * 2000, "ignore_eos": True}
-        answer = router.wait_ready().client.post("/v1/completions", json=body, timeout=60)
+        answer = router.wait_ready().client.post("/v1/completions", json=body, timeout=PATIENCE_S)
     assert answer.json()["usage"]["completion_tokens"] == 48
 
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from router_in_thread import RouterInThread
+from waiting import PATIENCE_S
 
 from in_process_cluster import Node, node_options
 from real_cluster import RealCluster
@@ -37,7 +38,7 @@ def test_a_single_node_serves_what_its_pool_holds_and_no_more() -> None:
 def test_a_length_that_was_asked_for_and_does_not_fit_ends_the_start() -> None:
     command = [sys.executable, "-m", "tandem.deploy.cli", "serve", str(MODEL), "--port", "0", "--block-size", "16"]
     asked = ("--hash-block-size", "16", "--num-blocks", "4", "--max-model-len", "65")
-    done = subprocess.run([*command, *asked], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *asked], capture_output=True, text=True, timeout=2 * PATIENCE_S)
     assert done.returncode == 2
     assert re.search(
         r"--max-model-len is 65, but the KV pool of 4 blocks .* holds 64: lower it to 64 or less", done.stderr
@@ -70,7 +71,7 @@ def test_a_cluster_promises_what_its_smallest_node_holds(prefill: int, decode: i
         for length in (62, 50, 49, 48, 33, 17, 5):
             prompt = random_prompt(length, seed=length)
             body = {"prompt": prompt, "max_tokens": 64 - length, "n": 2, **common}
-            answer = router.client.post("/v1/completions", json=body, timeout=60)
+            answer = router.client.post("/v1/completions", json=body, timeout=PATIENCE_S)
             assert answer.status_code == 200, answer.text
             expected = reference_greedy(MODEL, prompt, 64 - length).token_ids
             assert [choice["token_ids"] for choice in answer.json()["choices"]] == [expected] * 2

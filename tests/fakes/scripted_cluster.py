@@ -10,6 +10,7 @@ import openai
 import pytest
 from router_in_thread import RouterInThread
 from scripted_model import make_scripted_model
+from waiting import PATIENCE_S
 
 from in_process_cluster import Node, node_options
 from tandem.engine.contracts.config import Timeouts
@@ -21,7 +22,7 @@ def serve(folder: Path, nodes: list[Node], **options: Any) -> RouterInThread:
 
 
 def openai_client(router: RouterInThread) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")

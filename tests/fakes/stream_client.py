@@ -41,10 +41,17 @@ class Stream:
 
     def wait_for(self, num_tokens: int, num_samples: int = 1) -> None:
         def has_come() -> bool:
-            assert not self._done.done(), f"it ended before: {self.error or self.ends or self._done.result()}"
-            return len(self.tokens) >= num_samples and min(map(len, self.tokens.values())) >= num_tokens
+            has_ended = self.has_ended  # asked first: what it brought is then all there
+            if len(self.tokens) >= num_samples and min(map(len, self.tokens.values())) >= num_tokens:
+                return True
+            assert not has_ended, f"it ended before: {self.error or self.ends or self._done.result()}"
+            return False
 
         wait_until(has_come, f"{num_tokens} tokens")
+
+    @property
+    def has_ended(self) -> bool:
+        return self._done.done()
 
     def leave(self) -> None:
         """The client closes the connection."""

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import httpx
 
+from tandem.deploy.options import DEMO_MODEL
+
 VOCABULARY = 2048  # the demo model's
 LOGPROB_TOLERANCE = 2e-3
 RANKS_ALIKE = 50  # rank 170 may be 167 to 173, rank 49 is 49; a guess, seen once: 170 for 169
+NEAR_DRAW = 1e-4  # of sampled ones; seen once: 0.000005, and transformers took the other
 NEAR_TIE = 1e-3  # two best logprobs closer than this may change places with the batch's shape
 FIELDS_OF_CHOICES = ("text", "token_ids", "finish_reason", "stop_reason", "logprobs", "prompt_logprobs")
 Choices = dict[int, dict[str, Any]]
@@ -68,7 +73,7 @@ def make_asks(url: str, rng: random.Random, count: int) -> list[Ask]:
         for _ in range(4 * count):
             body = random_body(rng, beginnings)
             expected = ask(client, body)
-            if not _is_near_tie(client, body):
+            if not (_is_near_tie(client, body) if body["temperature"] == 0 else _is_near_draw(client, body)):
                 asks.append(Ask(body, expected))
             if len(asks) == count:
                 return asks
@@ -76,9 +81,7 @@ def make_asks(url: str, rng: random.Random, count: int) -> list[Ask]:
 
 
 def _is_near_tie(client: httpx.Client, body: dict[str, Any]) -> bool:
-    """Whether a greedy choice was between two equally good tokens (of sampled ones nobody can tell)."""
-    if body["temperature"] > 0:
-        return False
+    """Whether a greedy choice was between two equally good tokens."""
     plain = {name: value for name, value in body.items() if name not in ("logprobs", "echo", "prompt_logprobs", "n")}
     (choice,) = ask(client, {**plain, "logprobs": 2}).values()
     for best in choice["logprobs"]["top_logprobs"]:
@@ -86,6 +89,51 @@ def _is_near_tie(client: httpx.Client, body: dict[str, Any]) -> bool:
         if first - second < NEAR_TIE:
             return True
     return False
+
+
+def _is_near_draw(client: httpx.Client, body: dict[str, Any]) -> bool:
+    """Whether a sampled choice was between two tokens that are equally good, noise included, by the logits of
+    transformers; also where those choose another token, whatever for."""
+    plain = {name: value for name, value in body.items() if name not in ("logprobs", "echo", "prompt_logprobs", "stop")}
+    return any(
+        gap < NEAR_DRAW
+        for index, choice in ask(client, plain).items()
+        for gap in _gaps(body, index, choice["token_ids"])
+    )
+
+
+def _gaps(body: dict[str, Any], sample: int, token_ids: list[int]) -> Iterator[float]:
+    """By how much each token was better than the next best one; negative where another is better."""
+    import torch
+
+    from tandem.kernels.reference.sampling import gumbel_noise, kept_tokens
+
+    prompt = body["prompt"]
+    with torch.no_grad():
+        logits = demo_model()(torch.tensor([prompt + token_ids[:-1]])).logits[0, len(prompt) - 1 :]
+    for place, (logits_V, token) in enumerate(zip(logits, token_ids, strict=True)):
+        for banned, bias in body.get("logit_bias", {}).items():
+            logits_V[int(banned)] += bias
+        made = torch.bincount(torch.tensor(token_ids[:place], dtype=torch.int64), minlength=len(logits_V))
+        seen, repetition = made > 0, body.get("repetition_penalty", 1.0)
+        anywhere = seen.clone()
+        anywhere[prompt] = True
+        repeated = torch.where(logits_V > 0, logits_V / repetition, logits_V * repetition)
+        logits_V = torch.where(anywhere, repeated, logits_V)
+        logits_V = logits_V - body.get("frequency_penalty", 0.0) * made - body.get("presence_penalty", 0.0) * seen
+        scaled_V = logits_V / body["temperature"]
+        scores = scaled_V.double() + gumbel_noise(body["seed"], sample, place, len(logits_V))
+        scores[~kept_tokens(logits_V, scaled_V, 0, body["top_p"], 0.0)] = -torch.inf
+        others = scores.clone()
+        others[token] = -torch.inf
+        yield float(scores[token] - others.max())
+
+
+@cache
+def demo_model() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype="float32").eval()
 
 
 def ask(client: httpx.Client, body: dict[str, Any], stream: bool = False, leave_after: int = 0) -> Choices:

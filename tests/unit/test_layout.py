@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 from wings import WINGS
 
 if sys.version_info >= (3, 11):
@@ -83,7 +84,7 @@ def test_no_class_is_what_python_3_10_refuses() -> None:
 
 def test_the_package_is_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tandem", "--version"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
     assert said.startswith("tandem ")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from chart_renderer import RequiredValueError, render_chart
+from waiting import PATIENCE_S
 
 from tandem.deploy.cli import make_parser
 from tandem.deploy.options import KNOWN_NAMES
@@ -70,7 +71,7 @@ def test_helm_renders_the_same(values: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "values.json"
     file.write_text(json.dumps(values))
     command = ["helm", "template", "demo", str(CHART), "--values", str(file)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
     assert sorted(filter(None, yaml.safe_load_all(said)), key=str) == sorted(objects(values), key=str)
 
 

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from tandem.deploy.cli import main
 from tandem.deploy.observe.names import asked_for, node_families, router_families, series
@@ -108,7 +109,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
 def test_prometheus_takes_them() -> None:
     def promtool(*command: str, stdin: bytes = b"") -> str:
         assert PROMTOOL is not None
-        ran = subprocess.run([PROMTOOL, *command], input=stdin, capture_output=True, timeout=60)
+        ran = subprocess.run([PROMTOOL, *command], input=stdin, capture_output=True, timeout=PATIENCE_S)
         return (ran.stdout + ran.stderr).decode()
 
     assert "SUCCESS" in promtool("check", "rules", str(RULES))

@@ -206,7 +206,9 @@ except PeerLostError as error:
 except OSError as error:
     print("errno", error.errno)
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=2 * PATIENCE_S, check=True
+    ).stdout
     assert out.strip() == f"errno {errno.EMFILE}"
 
 

@@ -16,6 +16,7 @@ import zmq
 from router_in_thread import FAST, RouterInThread, wait_until
 from router_nodes import PROMPT, Nodes, addresses, output, status_of, stream_events
 from slow_names import SlowNames
+from waiting import PATIENCE_S
 
 from stand_in_node import StandInNode
 from tandem.engine.contracts.config import Timeouts
@@ -228,7 +229,7 @@ async def test_a_connection_without_descriptors_is_opened_when_there_are_some(
         link.tick(time.monotonic())
         await asyncio.sleep(0.02)
     resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)[1:] * 2)
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE_S
     while link.view is None:
         assert time.monotonic() < end, f"never connected: {link.trouble}"
         link.tick(time.monotonic())
