@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) of many kinds in one batch: out += x A^T B^T, each row by its own adapter.
 
 Letters as in adapter_rows.py. `shrink` goes before the product that both belong to, `expand` after it. On GPUs by
-kernels of kernels/triton_kernels/products/adapters.py, else by the eager twins below, which are also what tests compare
+kernels of kernels/triton_kernels/products/, else by the eager twins below, which are also what tests compare
 with.
 """
 

@@ -68,6 +68,26 @@ def test_products(lengths: list[int], rank: int, parts: tuple[int, ...], size: i
             assert relative_error(made, activated) < tolerance
 
 
+@pytest.mark.parametrize("rank", [8, 64])
+def test_what_a_row_gets_does_not_depend_on_the_rows_beside_it(rank: int) -> None:
+    """A row whose tile takes one adapter, and the same row among others, of a batch of other size, too."""
+    torch.manual_seed(rank)
+    padded, size, inner = max(16, rank), 4096, 14336
+    a, b = (torch.randn(9, *shape, device=CUDA).bfloat16() for shape in ((2 * padded, size), (2 * inner, padded)))
+    stack = AdapterStack(0.02 * a, b, torch.full((9, 2), rank, dtype=torch.int32, device=CUDA), (inner, inner))
+    x, gate_up = (torch.randn(64, columns, device=CUDA).bfloat16() for columns in (size, 2 * inner))
+
+    def made(adapters: list[int]) -> torch.Tensor:
+        number = len(adapters)
+        rows = adapter_rows(np.array(adapters), np.ones(number, np.int64), CUDA)
+        assert rows is not None
+        return expand_silu_mul(gate_up[:number], shrink(x[:number], stack, rows), stack, rows, 8)
+
+    alone = made([3] * 5)
+    assert torch.equal(made([3] * 64)[:5], alone)
+    assert torch.equal(made([3] * 5 + [slot % 10 for slot in range(59)])[:5], alone)
+
+
 @pytest.mark.parametrize("num_adapters", [1, 9])
 def test_graphs_repeat_what_they_made(num_adapters: int) -> None:
     """Shrink, a product of our own and expand overlap: the sums are those of kernels that wait for each other."""

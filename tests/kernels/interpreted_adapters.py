@@ -9,7 +9,6 @@ import torch
 from tandem.kernels.products.adapter_rows import AdapterRows, AdapterStack, padded_rank, sorted_rows, tiles_of
 from tandem.kernels.products.adapters import expand_eager, expand_silu_mul_eager, shrink_eager
 from tandem.kernels.products.matmul import group_gate_up
-from tandem.kernels.triton_kernels.products import adapters
 from tandem.kernels.triton_kernels.products.adapters import expand_silu_mul_triton, expand_triton, shrink_triton
 
 # Rows without an adapter, adapters of one row and of more than one tile's, rows of one far from each other.
@@ -53,12 +52,6 @@ def test_rows_take_their_own_adapters(part_sizes: tuple[int, ...], size: int, ra
     assert torch.equal(out[untouched], before[untouched])
 
 
-def test_silu_goes_over_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "BLOCKS", 3)
-    monkeypatch.setattr(adapters, "WORDS_OF_B", 512)
-    check_silu(8, 8, are_prompts=False)
-
-
 @pytest.mark.parametrize("are_prompts", [False, True])
 @pytest.mark.parametrize(("rank", "group"), [(8, 0), (24, 8)])
 def test_silu_takes_adapters_in(rank: int, group: int, are_prompts: bool) -> None:
@@ -82,6 +75,25 @@ def test_a_rows_sums_do_not_depend_on_the_rows_beside_it() -> None:
     expand_triton(together, shrink_triton(x, stack, rows), stack, rows)
     expand_triton(alone, shrink_triton(x[5:6], stack, row), stack, row)
     assert torch.equal(together[5], alone[0])
+
+
+@pytest.mark.parametrize("alone", [[1] * 20, [0] * 3, [2, 1] * 4 + [3]])
+def test_silu_of_a_row_does_not_depend_on_the_rows_beside_it(alone: list[int]) -> None:
+    """Whole tiles of one adapter, of none and of several."""
+    torch.manual_seed(4)
+    stack, x, gate_up = stack_of((136, 136), 48, 8), torch.randn(30, 48), torch.randn(30, 272)
+
+    def made(adapters: list[int]) -> torch.Tensor:
+        rows, num_rows = rows_of(adapters), len(adapters)
+        low = shrink_triton(x[:num_rows], stack, rows)
+        return expand_silu_mul_triton(gate_up[:num_rows], low, stack, rows, 8)
+
+    mixed = made([*alone, *[3] * 5, 2, 0])
+    assert torch.equal(made(alone), mixed[: len(alone)])
+    expected = expand_silu_mul_eager(
+        gate_up[: len(alone)], shrink_eager(x[: len(alone)], stack, rows_of(alone)), stack, rows_of(alone), 8
+    )
+    torch.testing.assert_close(mixed[: len(alone)], expected, rtol=1e-4, atol=1e-3)
 
 
 def test_the_eager_twin_is_the_formula() -> None:

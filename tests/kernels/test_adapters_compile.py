@@ -15,23 +15,23 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tandem.kernels.triton_kernels.products import adapters  # noqa: E402
+from tandem.kernels.triton_kernels.products import adapter_rows, adapter_tiles, adapters  # noqa: E402
 
 INTEGERS = dict.fromkeys(("ranks", "order", "slots", "tiles"), "*i32")
 FLOATS = {"low": "*fp32", **dict.fromkeys(("x", "a", "b", "gate_up", "out"), "*bf16")}
 QKV = {"START_1": 4096, "START_2": 5120, "SIZE": 6144, "FIRST_1": 32, "FIRST_2": 40, "LANES": 48, "RANK": 16}
 BOTH = {"START_1": 14336, "START_2": 28672, "SIZE": 28672, "FIRST_1": 112, "FIRST_2": adapters.NEVER}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "shrink": (adapters.shrink_rows_kernel, {"SIZE": 4096, "LANES": 48, "RANK": 16, "BLOCK_K": 128}),
-    "shrink-256": (adapters.shrink_rows_kernel, {"SIZE": 14336, "LANES": 256, "RANK": 256, "BLOCK_K": 128}),
-    "expand": (adapters.expand_rows_kernel, {**QKV, "BLOCK_N": 128}),
-    "expand-256": (adapters.expand_rows_kernel, {**QKV, "LANES": 768, "RANK": 256, "BLOCK_N": 16}),
-    "expand-silu": (adapters.expand_silu_rows_kernel, {"SIZE": 14336, "GROUP": 8, "RANK": 16, "BLOCK_N": 64}),
-    "expand-silu-64": (adapters.expand_silu_rows_kernel, {"SIZE": 14336, "GROUP": 8, "RANK": 64, "BLOCK_N": 16}),
-    "prompts-shrink": (adapters.shrink_tiles_kernel, {"SIZE": 4096, "LANES": 48, "RANK": 16, "BLOCK_K": 64}),
-    "prompts-expand": (adapters.expand_tiles_kernel, {**QKV, "GROUP": 0, "BLOCK_N": 128}),
+    "shrink": (adapter_rows.shrink_rows_kernel, {"SIZE": 4096, "LANES": 48, "RANK": 16, "BLOCK_K": 128}),
+    "shrink-256": (adapter_rows.shrink_rows_kernel, {"SIZE": 14336, "LANES": 256, "RANK": 256, "BLOCK_K": 128}),
+    "expand": (adapter_rows.expand_rows_kernel, {**QKV, "BLOCK_N": 128}),
+    "expand-256": (adapter_rows.expand_rows_kernel, {**QKV, "LANES": 768, "RANK": 256, "BLOCK_N": 16}),
+    "expand-silu": (adapter_rows.expand_silu_rows_kernel, {"SIZE": 14336, "GROUP": 8, "RANK": 16, "BLOCK_N": 64}),
+    "expand-silu-64": (adapter_rows.expand_silu_rows_kernel, {"SIZE": 14336, "GROUP": 8, "RANK": 64, "BLOCK_N": 16}),
+    "prompts-shrink": (adapter_tiles.shrink_tiles_kernel, {"SIZE": 4096, "LANES": 48, "RANK": 16, "BLOCK_K": 64}),
+    "prompts-expand": (adapter_tiles.expand_tiles_kernel, {**QKV, "GROUP": 0, "BLOCK_N": 128}),
     "prompts-expand-64": (
-        adapters.expand_tiles_kernel,
+        adapter_tiles.expand_tiles_kernel,
         {**BOTH, "GROUP": 8, "LANES": 128, "RANK": 64, "BLOCK_N": 64},
     ),
 }
@@ -49,7 +49,7 @@ def test_compiles(case: str, capability: int) -> None:
         "SPLITS_PAD": triton.next_power_of_2(splits),
         "PLACES": adapters.PLACES,
         "BLOCK_M": 64,
-        "BLOCKS": 4,
+        "TILE": adapters.SILU_TILE,
     }
     constants["CHUNK"] = 64 if takes_tiles else adapters.CHUNK
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
