@@ -22,6 +22,7 @@ COLUMNS: Columns = (
     ("sequences ms", "sequences_s", 1e3),
     ("duplicate ms", "duplicate_s", 1e3),
     ("crowding ms", "crowding_s", 1e3),
+    ("adapter ms", "adapter_s", 1e3),
     ("cached", "num_cached_tokens", 1),
     ("fetched", "num_fetched_tokens", 1),
     ("from", "fetched_from", 1),
@@ -69,7 +70,7 @@ def _prompt(arguments: argparse.Namespace) -> str:
 
 async def _ask(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
     body = {
-        "model": await model_to_ask(arguments.url, arguments.api_key),
+        "model": await model_to_ask(arguments.url, arguments.api_key, arguments.model),
         "prompt": text,
         "max_tokens": arguments.max_tokens,
     }

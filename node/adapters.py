@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.adapter_table import AdapterTable
-from tandem.engine.contracts.wire.adapters import AdapterLoaded, Adapters, LoadAdapter
+from tandem.engine.contracts.wire.adapters import NONE_HELD, AdapterLoaded, Adapters, HeldAdapters, LoadAdapter
 from tandem.engine.contracts.wire.parts import Message
 from tandem.node.control.events import Found
 
 
-class AdapterDesk:
-    """Answers routers about adapters, and passes on what it hears of their names."""
+def nothing_held() -> HeldAdapters:
+    return NONE_HELD
 
-    def __init__(self) -> None:
-        self.table = AdapterTable()
+
+class AdapterDesk:
+    """Answers routers about adapters, and passes on what it hears of their names. `held`: what is in memory now."""
+
+    def __init__(self, held: Callable[[], HeldAdapters] = nothing_held) -> None:
+        self.table, self.held = AdapterTable(), held
         self._routers: set[NodeKey] = set()
         self._outbox: list[tuple[NodeKey, Message]] = []
 

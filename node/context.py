@@ -17,6 +17,7 @@ from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers
 from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder, SlackOrder
 from tandem.engine.scheduling.scheduler import OnPrompts, Scheduler
 from tandem.engine.scheduling.work.leaning import OwnLeaning
+from tandem.node.adapters import nothing_held
 from tandem.node.handoffs import Handoffs
 from tandem.node.requests import RequestBook
 from tandem.node.serving import ServingNode
@@ -65,7 +66,10 @@ class NodeContext:
         scheduler = self._make_scheduler(handoffs.source.prompts if pushes_prompts else None, handoffs)
         max_queue = self.options.scheduler.max_queue
         leaning = OwnLeaning(self.options.leaning or "unified", self.clock.now())
-        return kind(self.info, self._make_book(), scheduler, self.pool, max_queue, handoffs, self.precise, leaning)
+        adapters = self.loaded.adapters
+        held = nothing_held if adapters is None else adapters.store.held
+        more = self.precise, leaning, held
+        return kind(self.info, self._make_book(), scheduler, self.pool, max_queue, handoffs, *more)
 
     def _make_book(self) -> RequestBook:
         config, media = self.loaded.config, self.loaded.model.media_encoder

@@ -7,11 +7,11 @@ acceptance, cancels, deadlines, lost routers, draining and load reports is here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.keys import NodeKey
-from tandem.engine.contracts.wire.adapters import Adapters, LoadAdapter
+from tandem.engine.contracts.wire.adapters import Adapters, HeldAdapters, LoadAdapter
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.handoff import KVPull
 from tandem.engine.contracts.wire.operate import Drain, Lean
@@ -29,7 +29,7 @@ from tandem.kv_connector.protocol.outcomes import (
     failure_code,
 )
 from tandem.kv_connector.pulls.helping import PromptHelper
-from tandem.node.adapters import AdapterDesk
+from tandem.node.adapters import AdapterDesk, nothing_held
 from tandem.node.control.events import NOTHING, ControlEvent, Found, PeerLost, PeerRefused, PeerUp, Received
 from tandem.node.departures import Departures
 from tandem.node.handoffs import Handoffs
@@ -51,6 +51,7 @@ class ServingNode:
         handoffs: Handoffs,
         precise: Scheduler | None = None,
         leaning: OwnLeaning | None = None,
+        held_adapters: Callable[[], HeldAdapters] = nothing_held,
     ) -> None:
         """`precise`: of the engine beside, which serves what asks for precise KV; None: this one does."""
         self.info = info
@@ -64,7 +65,7 @@ class ServingNode:
         self.leaning = leaning or OwnLeaning()
         self.departures = Departures(handoffs.source, scheduler, book)
         self.helper = PromptHelper(info, handoffs.source, handoffs.shares, scheduler.state)
-        self.adapters = AdapterDesk()
+        self.adapters = AdapterDesk(held_adapters)
         self.draining = self._is_ending = False
 
     # --- for the roles --------------------------------------------------------------------------------------
@@ -313,6 +314,7 @@ class ServingNode:
             fetch_s_per_token=fetch_s_per_token,
             fetch_s_per_token_from=fetch_s_per_token_from,
             counters=all_counters,
+            adapters=self.adapters.held(),
             work=self.scheduler.work.report(),
             leaning=self.leaning.told(self.scheduler.state.clock.now()),
         )

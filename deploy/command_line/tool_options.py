@@ -99,6 +99,7 @@ class ExplainOptions:
     prompt: Annotated[str, "text of the prompt"] = ""
     prompt_file: Annotated[str, "file with the prompt instead; - for standard input"] = ""
     url: Annotated[str, "router to ask"] = URL
+    model: Annotated[str, "model or adapter to ask for; default: the first that the server lists"] = ""
     max_tokens: Annotated[Positive, "as in the request"] = 16
     api_key: Annotated[str, "sent as a bearer token; better as TANDEM_API_KEY"] = ""
 

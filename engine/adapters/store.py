@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import islice
 
 from tandem.engine.adapters.host_adapter import HostAdapter
 from tandem.engine.contracts.errors import AdapterError
-from tandem.engine.contracts.wire.parts import AdapterRef
+from tandem.engine.contracts.wire.adapters import MOST_TOLD, HeldAdapters
+from tandem.engine.contracts.wire.parts import MARK_BYTES, AdapterRef
 
 
 class AdapterStore:
@@ -21,6 +24,7 @@ class AdapterStore:
         self._alive: weakref.WeakValueDictionary[bytes, HostAdapter] = weakref.WeakValueDictionary()
         self._kept: OrderedDict[bytes, HostAdapter] = OrderedDict()
         self._num_bytes = 0
+        self._read_s = 0.0  # a moving mean
         self.num_reads = 0
 
     def find(self, digest: bytes) -> HostAdapter | None:
@@ -36,10 +40,14 @@ class AdapterStore:
 
     def read(self, path: str, digest: bytes = b"") -> HostAdapter:
         """What the folder holds now. Raises AdapterError, also when it isn't what `digest`, if any, says."""
+        started = time.monotonic()
         try:
             adapter = self._load(path, digest)
         except MemoryError:
             raise AdapterError(f"there is no host memory for the adapter in {path}") from None
+        took_s = time.monotonic() - started
+        with self._lock:
+            self._read_s = (self._read_s + took_s) / 2 if self._read_s else took_s
         return self.add(adapter)
 
     def add(self, adapter: HostAdapter) -> HostAdapter:
@@ -61,6 +69,12 @@ class AdapterStore:
         while self._num_bytes > self._max_bytes and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
+
+    def held(self) -> HeldAdapters:
+        """What a router is told of them."""
+        with self._lock:
+            digests = dict.fromkeys([*reversed(self._kept), *self._alive.keys()])
+            return HeldAdapters(b"".join(each[:MARK_BYTES] for each in islice(digests, MOST_TOLD)), self._read_s)
 
     def counters(self) -> dict[str, float]:
         return {"adapter_host_bytes": float(self._num_bytes), "adapter_reads": float(self.num_reads)}

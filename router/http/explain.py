@@ -35,7 +35,8 @@ def add_explain_route(app: FastAPI, service: CompletionService, gate: Gate, limi
         body, plans = await service.plan(await read_body(request.scope, request.receive, limit), tenant)
         prompts = []
         for plan in plans:
-            wanted = PlacementRequest(len(plan.token_ids), plan.sampling.max_tokens, body.num_generated)
+            mark = b"" if plan.adapter is None else plan.adapter.mark
+            wanted = PlacementRequest(len(plan.token_ids), plan.sampling.max_tokens, body.num_generated, adapter=mark)
             found = service.offers(wanted, plan)
             elastic = [_shown_plan(each) for each in service.plans(wanted, plan)]
             nodes = [_shown(choice) for choice in found]
@@ -71,6 +72,7 @@ def _shown(choice: Choice) -> dict[str, Any]:
         "sequences_s": round(choice.sequences_s, 6),
         "duplicate_s": round(choice.duplicate_s, 6),
         "crowding_s": round(choice.crowding_s, 6),
+        "adapter_s": round(choice.adapter_s, 6),
         "num_cached_tokens": choice.num_cached_tokens,
         "num_fetched_tokens": choice.num_fetched_tokens,
         "fetched_from": choice.holder,

@@ -37,6 +37,7 @@ class Task(msgspec.Struct, frozen=True):
     ttft_s: float
     tpot_s: float  # 0.0: nothing
     moves: bool = True  # whether another node may decode than the one that computes
+    adapter_s: Mapping[NodeKey, float] = {}  # where its adapter would have to be read, what that takes
 
 
 class Roads(msgspec.Struct, frozen=True):
@@ -231,12 +232,13 @@ class _Search:
             moved = 0 if sink is lead.node else num_tokens - self._cached.get(sink.key, 0)
             twice_s = moved * DUPLICATE_COST * lead.node.least_s_per_token * (not self._is_meant(lead, sink))
             moving_s = self._roads.handover_s * (sink is not lead.node) + moved * self._roads.transfer_s_per_token
+            against_s = self._against(group, price, sink)
             plans.append(
                 Plan(
                     computing=tuple(each.node.key for each in group),
                     decoding=sink.key,
                     peer=lead.peer,
-                    cost_s=price.cost_s + stream_s + moving_s + twice_s + self._against(group, price, sink),
+                    cost_s=price.cost_s + stream_s + moving_s + twice_s + against_s + self._reading_s(group, sink),
                     own_s=price.own_s,
                     num_late=price.num_late + num_slowed,
                     share_s=price.share_s,
@@ -254,6 +256,12 @@ class _Search:
         leanings = self._fleet.leanings
         prompt_s = sum(leanings.get(each.node.key) == "decode" for each in group) * AGAINST_PROMPT * price.share_s
         return min(MOST_AGAINST_S, prompt_s + AGAINST_STREAM_S * (leanings.get(sink.key) == "prefill"))
+
+    def _reading_s(self, group: Sequence[_Lead], sink: Outlook) -> float:
+        """What it takes to read the request's adapter where it isn't in memory."""
+        return sum(
+            self._task.adapter_s.get(key, 0.0) for key in dict.fromkeys([*(each.node.key for each in group), sink.key])
+        )
 
     def _price(self, group: Sequence[_Lead]) -> _Price:
         task, now = self._task, self._now

@@ -95,7 +95,9 @@ def _asked(request: PlacementRequest, nodes: Sequence[NodeView]) -> tuple[Task, 
         leanings={node.key: node.leaning for node in (*sources, *decoders)},
         takes_none=frozenset(node.key for node in decoders if node.role == "unified" and _is_large(request, node)),
     )
-    return Task(request.num_prompt_tokens, *_promised(request, computing), moves), fleet
+    mark = request.adapter
+    adapter_s = {node.key: node.adapter_s(mark) for node in (*prefills, *decoders)} if mark else {}
+    return Task(request.num_prompt_tokens, *_promised(request, computing), moves, adapter_s), fleet
 
 
 def _is_large(request: PlacementRequest, node: NodeView) -> bool:
@@ -125,11 +127,12 @@ def _placement(
     by_key = {node.key: node for node in nodes}
     computing, decoding = by_key[plan.computing[0]], by_key[plan.decoding]
     num_tokens, pulls = request.num_prompt_tokens, ", pulls" if plan.peer is not None else ""
+    work = Work("all", num_tokens, adapter=request.adapter)
     if computing is decoding:
-        choice = price(computing, Work("all", num_tokens), cached, now, 0.0, WHY, len(nodes))
+        choice = price(computing, work, cached, now, 0.0, WHY, len(nodes))
         return Placement(computing.ref, None, f"elastic: stays{pulls}", (_pulling(choice, plan),), plan=plan)
-    prompt = price(computing, Work("prompt", num_tokens), cached, now, 0.0, WHY, len(nodes))
-    taken_over = Work("tokens", num_tokens, mean_transfer_s([computing]))
+    prompt = price(computing, msgspec.structs.replace(work, kind="prompt"), cached, now, 0.0, WHY, len(nodes))
+    taken_over = Work("tokens", num_tokens, mean_transfer_s([computing]), request.adapter)
     tokens = price(decoding, taken_over, cached, now, 0.0, WHY, len(nodes))
     choices = (tokens, _pulling(prompt, plan))
     return Placement(decoding.ref, computing.ref, f"elastic: hands over{pulls}", choices, plan=plan)

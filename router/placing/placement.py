@@ -48,6 +48,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     is_precise: bool = False  # its KV needs 16 bits: one node does all, beside its pool if that is of fp8
     targets: Targets = NO_TARGETS  # what it was promised by itself or its tenant
     waited_s: float = 0.0  # until now
+    adapter: bytes = b""  # the mark of the one that it takes
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -140,7 +141,7 @@ def offers(
         if node.usable:
             kind = "prompt" if node.role == "prefill" else "all"
             kind = "tokens" if node.role == "decode" and prefills else kind
-            work = Work(kind, request.num_prompt_tokens, transfer_s)
+            work = Work(kind, request.num_prompt_tokens, transfer_s, request.adapter)
             choice = price(node, work, cached_tokens, now, usual)
             found.append(with_holder(choice, nodes, cached_tokens, request.num_prompt_tokens)[0])
     return sorted(found, key=lambda choice: choice.cost_s)
@@ -195,7 +196,7 @@ class _Finder:
 
     def _alone(self, choice: Choice, reason: str) -> Placement:
         """A placement on one node that does everything, whatever it was chosen for."""
-        work = Work("all", self.request.num_prompt_tokens)
+        work = Work("all", self.request.num_prompt_tokens, adapter=self.request.adapter)
         whole = price(choice.node, work, self.cached, self.now, 0.0, choice.why, choice.num_candidates)
         return Placement(choice.node.ref, None, reason, (whole,))
 
@@ -209,7 +210,7 @@ class _Finder:
         return ""
 
     def _choose(self, kind: str, nodes: Sequence[NodeView], transfer_s_per_token: float = 0.0) -> Choice:
-        work = Work(kind, self.request.num_prompt_tokens, transfer_s_per_token)
+        work = Work(kind, self.request.num_prompt_tokens, transfer_s_per_token, self.request.adapter)
         home = self._home(nodes) if self.request.session else None
         if home is not None:
             return price(home, work, self.cached, self.now, mean_new_tokens(nodes), "session", len(nodes))

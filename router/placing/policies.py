@@ -40,6 +40,7 @@ class Work(msgspec.Struct, frozen=True):
     kind: str
     num_prompt_tokens: int
     transfer_s_per_token: float = 0.0  # as measured by those that would hand over; 0: unknown
+    adapter: bytes = b""  # the mark of the one that it takes
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -60,10 +61,11 @@ class Choice(msgspec.Struct, frozen=True):
     why: str = ""  # the policy, or "session"
     num_candidates: int = 1
     holder: str = ""  # whom the fetched tokens come from
+    adapter_s: float = 0.0  # to read the adapter
 
     @property
     def cost_s(self) -> float:
-        work_s = self.queue_s + self.compute_s + self.transfer_s + self.sequences_s
+        work_s = self.queue_s + self.compute_s + self.transfer_s + self.sequences_s + self.adapter_s
         return work_s + self.duplicate_s + self.crowding_s + NO_ROOM_S * self.no_room
 
     @property
@@ -79,6 +81,7 @@ class Choice(msgspec.Struct, frozen=True):
             "sequences": self.sequences_s,
             "duplicate": self.duplicate_s,
             "crowding": self.crowding_s,
+            "adapter": self.adapter_s,
         }
         words = [f"{self.kind}={self.node.info.node_id}"]
         words += [f"by={self.why} of={self.num_candidates}"] if self.why else []
@@ -147,6 +150,7 @@ def price(
         no_room,
         why,
         num_candidates,
+        adapter_s=node.adapter_s(work.adapter),
     )
 
 
@@ -194,6 +198,8 @@ def _costs_of_tail(
             cost += handed_s or tail * node.transfer_s_per_token
         if node.free_tokens < tail and work.kind != "prompt":
             cost += NO_ROOM_S
+        if work.adapter:
+            cost += node.adapter_s(work.adapter)
         found.append(cost)
     return found
 

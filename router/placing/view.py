@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 
 from tandem.engine.contracts.wire.connection import Status
-from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
+from tandem.engine.contracts.wire.parts import MARK_BYTES, NodeInfo, PeerRef
 from tandem.router.placing.outlook import PREFILL_S_PER_TOKEN, Outlook
 
 # From a placement until the node's step loop has it.
 ON_ITS_WAY_S = 0.01  # a guess
 # Moving a token's KV is cheaper than computing it, but not free: this share of computing it.
 TRANSFER_SHARE = 0.25  # a guess
+# Reading an adapter, until a node has read one.
+ADAPTER_READ_S = 0.1  # a guess
 # Half-life of `num_new_tokens`.
 NEW_TOKENS_MEMORY_S = 300.0  # a guess
 _ODD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
@@ -26,6 +28,7 @@ class NodeView:
 
     __slots__ = (
         "_status_at",
+        "adapters",
         "draining",
         "fetch_gain_s_per_token",
         "fetch_s_per_token",
@@ -102,6 +105,17 @@ class NodeView:
         self.idle_at = max(self.idle_at, now) + num_tokens * self.prefill_s_per_token
         self.num_new_tokens += num_new_tokens
 
+    def adapter_s(self, mark: bytes) -> float:
+        """What it takes to bring the adapter of this mark into the node's memory; b"": the model alone."""
+        if not mark or mark in self.adapters:
+            return 0.0
+        return self.status.adapters.read_s or ADAPTER_READ_S
+
+    def note_adapter(self, mark: bytes) -> None:
+        """Counts an adapter that a placement brings there, until the next Status says."""
+        if mark:
+            self.adapters |= {mark}
+
     def note_silence(self, silent: bool) -> None:
         self.silent = silent
 
@@ -126,6 +140,8 @@ class NodeView:
         self.status = status
         self.draining = status.draining
         self.unseen = {sent: load for sent, load in self.unseen.items() if sent + 2 > status.sequence}
+        marks = status.adapters.marks
+        self.adapters = frozenset(marks[at : at + MARK_BYTES] for at in range(0, len(marks), MARK_BYTES))
         self.num_unseen = sum(count for _, count in self.unseen.values())
         self.num_sequences = status.num_running + status.num_waiting + self.num_unseen
         self.prefill_s_per_token = status.prefill_s_per_token or PREFILL_S_PER_TOKEN

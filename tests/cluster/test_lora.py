@@ -78,6 +78,21 @@ def test_no_block_of_one_adapter_is_anothers(cluster: RealCluster, folders: dict
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached, name
 
 
+def test_costs_say_where_an_adapter_would_have_to_be_read(cluster: RealCluster) -> None:
+    """There is host memory for one, the latest."""
+
+    def reading(name: str) -> list[bool]:
+        asked = {"model": name, "prompt": random_prompt(9, seed=1), "max_tokens": 2}
+        [prompt] = cluster.client.post("/explain", json=asked).json()["prompts"]
+        return [node["adapter_s"] > 0 for node in prompt["nodes"]]
+
+    for last, other in (("alice", "bob"), ("bob", "alice")):
+        cluster.tokens(random_prompt(300, seed=8), 2, model=last)
+        wait_until(lambda last=last: not all(reading(last)), "a node that holds it")  # type: ignore[misc]
+        wait_until(lambda other=other: any(reading(other)), "a node that has let go of it")  # type: ignore[misc]
+    assert not any(reading(BASE))
+
+
 def test_samples_of_a_prompt_and_conversations_take_their_adapter(
     cluster: RealCluster, folders: dict[str, Path]
 ) -> None:

@@ -29,6 +29,20 @@ class AdapterLoaded(Message, frozen=True, kw_only=True):
     problem: str = ""
 
 
+MOST_TOLD = 128  # a guess: a kilobyte of each heartbeat
+
+
+class HeldAdapters(msgspec.Struct, frozen=True, array_like=True):
+    """The adapters that a node has in memory: `marks` (AdapterRef.mark) one after another, those used last first, at
+    most MOST_TOLD. `read_s`: what reading one from disk took lately; 0.0: none was read."""
+
+    marks: bytes = b""
+    read_s: float = 0.0
+
+
+NONE_HELD = HeldAdapters()
+
+
 class AdapterEntry(msgspec.Struct, frozen=True, array_like=True):
     """What a name stands for since `stamp` (nanoseconds of the wall clock of whoever said so). `path` "": nothing."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem.engine.contracts.wire.adapters import NONE_HELD, HeldAdapters
 from tandem.engine.contracts.wire.parts import (
     Message,
     NodeInfo,
@@ -60,6 +61,7 @@ class Status(Message, frozen=True, kw_only=True):
     fetch_s_per_token: float = 0.0
     fetch_s_per_token_from: dict[str, float] = {}  # by node_id, where it was measured
     counters: dict[str, float] = {}
+    adapters: HeldAdapters = NONE_HELD
     work: NodeReport | None = None  # of a node that orders prompts by deadlines
     leaning: Leaning = NO_LEANING
     age_s: Seconds = 0.0  # since all this was so

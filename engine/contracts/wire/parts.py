@@ -131,11 +131,19 @@ class Targets(msgspec.Struct, frozen=True, array_like=True):
 NO_TARGETS = Targets()
 
 
+MARK_BYTES = 8
+
+
 class AdapterRef(msgspec.Struct, frozen=True):
     """The adapter that a request is for: its folder, as nodes see it, and what that must hold."""
 
     path: str
     digest: bytes  # as AdapterFiles makes it
+
+    @property
+    def mark(self) -> bytes:
+        """What tells it from others where a mistake makes placement worse and no answer wrong."""
+        return self.digest[:MARK_BYTES]
 
 
 class PrefixHint(msgspec.Struct, frozen=True):

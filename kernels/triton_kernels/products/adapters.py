@@ -20,8 +20,8 @@ from tandem.kernels.triton_kernels.products.adapter_tiles import expand_tiles_ke
 
 # Of decode rows: places of a program, splits times lanes at most, words of B at once; docs/measurements.md#adapters.
 PLACES, SPLIT_LANES, WORDS_OF_B = 2, 384, 4096
-# Guesses: lanes of a program, inputs at once and of a split at least; of what ends in silu places of a program, words of
-# B of either part at once, warps.
+# Guesses: lanes of a program, inputs at once and of a split at least; of what ends in silu places of a program, words
+# of B of either part at once, warps.
 CHUNK, BLOCK_K, LEAST_INPUTS = 16, 128, 256
 SILU_TILE, SILU_WORDS, SILU_WARPS = 2, 1024, 4
 # Of prompts, guesses too.

@@ -9,7 +9,8 @@ import torch
 
 from tandem.engine.adapters.host_adapter import HostAdapter
 from tandem.engine.adapters.store import AdapterStore
-from tandem.engine.contracts.wire.parts import AdapterRef
+from tandem.engine.contracts.wire.adapters import MOST_TOLD, HeldAdapters
+from tandem.engine.contracts.wire.parts import MARK_BYTES, AdapterRef
 
 
 def ref(name: str) -> AdapterRef:
@@ -44,6 +45,17 @@ def test_what_is_in_use_is_found_beyond_the_limit() -> None:
     gc.collect()
     store.get(ref("a"))
     assert read == ["a", "b", "b", "a"]
+
+
+def test_routers_are_told_of_the_latest() -> None:
+    store, _ = make_store(MOST_TOLD + 10)
+    assert store.held() == HeldAdapters()
+    for index in range(MOST_TOLD + 5):
+        store.get(ref(f"{index:012}"))
+    marks = store.held().marks
+    assert len(marks) == MARK_BYTES * MOST_TOLD
+    assert marks.startswith(ref(f"{MOST_TOLD + 4:012}").mark)
+    assert store.held().read_s > 0
 
 
 def test_one_content_is_held_once_wherever_it_was_read() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tandem.engine.contracts.wire.adapters import HeldAdapters
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo, Targets
 from tandem.engine.contracts.wire.work import NodeReport
@@ -105,6 +106,18 @@ def test_what_is_promised_to_the_request_counts_before_what_nodes_promise() -> N
     assert waited is not None
     assert waited.plan is not None
     assert waited.plan.due_s == 40.0
+
+
+def test_an_adapter_is_read_only_where_that_is_worth_it() -> None:
+    mark = b"12345678"
+    for read_s, expected in ((0.5, "b"), (0.005, "a")):
+        idle = node("a", adapters=HeldAdapters(read_s=read_s))
+        holder = node("b", prompts=BUSY, adapters=HeldAdapters(mark, read_s))
+        assert chosen(find(idle, holder, num_tokens=1_000)) == ("a", "a")
+        placement = find(idle, holder, num_tokens=1_000, adapter=mark)
+        assert chosen(placement) == (expected, expected)
+        assert placement is not None
+        assert ("adapter=5.0ms" in placement.explanation()) == (expected == "a")
 
 
 def test_both_halves_are_counted() -> None:

@@ -11,6 +11,7 @@ import pytest
 from tandem.engine.contracts.config import PlacementName
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import ModelIdentity
+from tandem.engine.contracts.wire.adapters import HeldAdapters
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo, Role
 from tandem.router.placing.placement import SESSION_PATIENCE_S, Placement, PlacementRequest, find_placement, offers
@@ -21,9 +22,10 @@ IDENTITY = ModelIdentity(config="c", weights="w", tokenizer="t", rope="r")
 POLICIES = get_args(PlacementName)
 REQUEST = PlacementRequest(num_prompt_tokens=8192, max_tokens=64)
 PING = 3
+MARK = b"12345678"  # of an adapter
 
 
-def node(name: str, role: Role = "unified", **status: float) -> NodeView:
+def node(name: str, role: Role = "unified", **status: object) -> NodeView:
     info = NodeInfo(node_id=name, epoch=1, role=role, control_address=f"tcp://{name}", identity=IDENTITY)
     full = {"num_free_blocks": 100_000, "num_blocks": 100_000, "block_size": 64, **status}
     return NodeView(info, Status(node_id=name, epoch=1, sequence=PING, **full))  # type: ignore[arg-type]
@@ -225,11 +227,29 @@ def test_the_fast_costs_are_the_explained_ones(kind: str) -> None:
         ]
         for view in nodes:
             view.num_new_tokens = rng.choice([0.0, 1000.0, 5000.0])
+            view.note_adapter(rng.choice([b"", MARK]))
         cached = {view.key: rng.randrange(9000) for view in nodes if rng.random() < 0.5}
-        work, now = Work(kind, 8192), rng.choice([0.0, 0.3])
+        work, now = Work(kind, 8192, adapter=rng.choice([b"", MARK])), rng.choice([0.0, 0.3])
         usual = mean_new_tokens(nodes)
         explained = [price(view, work, cached, now, usual).cost_s for view in nodes]
         assert costs(work, nodes, cached, now, usual) == pytest.approx(explained)
+
+
+def test_an_adapter_goes_where_it_is_until_that_is_too_busy() -> None:
+    """Reading it took the nodes a quarter of a second; the holder has first less, then more than that to do."""
+    request = PlacementRequest(1024, 8, adapter=MARK)
+    for queued, expected in ((2_000, "b"), (8_000, "a")):
+        nodes = [node("a", adapters=HeldAdapters(b"others'8", 0.25))]
+        nodes.append(node("b", num_waiting_tokens=queued, adapters=HeldAdapters(b"others'8" + MARK, 0.25)))
+        chosen = place(make_policy("prefix_aware"), nodes, request)
+        assert chosen.primary.node_id == expected
+        assert ("adapter=250.0ms" in chosen.explanation()) == (expected == "a")
+        other = place(make_policy("prefix_aware"), nodes, PlacementRequest(1024, 8))
+        assert other.primary.node_id == "a", "those without pay for none"
+        nodes[0].note_adapter(MARK)
+        assert place(make_policy("prefix_aware"), nodes, request).primary.node_id == "a", "it is on its way there"
+        nodes[0].note_status(nodes[0].status, 1.0)
+        assert nodes[0].adapter_s(MARK) == 0.25, "a status says what is there"
 
 
 def test_a_queue_is_worked_off_between_reports() -> None:
