@@ -72,7 +72,7 @@ from tandem.node.precise.engine import make_precise_kv, precise_layout, raises_p
 from tandem.node.profiling.profiler import NodeProfiler, ProfileAsked, ReportMade
 from tandem.node.profiling.report import ProfiledNode
 from tandem.node.profiling.stories import Stories
-from tandem.node.ranks.leader import start_ranks
+from tandem.node.ranks.leader import adapter_source, start_ranks
 from tandem.node.report import announce, describe, node_counters
 from tandem.node.serving import ServingNode
 from tandem.node.setup import (
@@ -151,7 +151,7 @@ class NodeProcess:
         self.transfer = self._make_transfer(memory)
         self.worker = self._make_worker()
         self.grammars = Grammars(self.loaded.folder, self.loaded.config.vocab_size, self.loaded.config.eos_token_ids)
-        adapters = None if self.loaded.adapters is None else self.loaded.adapters.store
+        adapters = adapter_source(self.loaded.adapters, self.ranks, options.timeouts.load_adapter_s)
         self._delivery = Delivery(self._inbox.put, self.grammars, adapters, self._hear, self._tell)
         self.media = self._make_media()
         self.quality = make_kv_quality(self.loaded.model, options, self.media)

@@ -43,8 +43,7 @@ class NodeAdapters:
         return self._slots.stacks
 
     def load(self, slot: int, ref: AdapterRef) -> None:
-        """Enqueues the copy of an adapter into a slot. Rank 0 has it in host memory; other ranks read it the first
-        time. Raises AdapterError when its folder has changed meanwhile."""
+        """Enqueues the copy of an adapter, which is in host memory, into a slot."""
         self._slots.write(slot, self.store.get(ref))
 
     def fill_with_rank(self, rank: int) -> None:

@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
-from tandem.engine.adapters.store import AdapterStore
+from tandem.engine.adapters.host_adapter import HostAdapter
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.adapters import LoadAdapter
 from tandem.engine.contracts.wire.operate import TellStory
-from tandem.engine.contracts.wire.parts import Message
+from tandem.engine.contracts.wire.parts import AdapterRef, Message
 from tandem.engine.contracts.wire.profile import StartProfile, StopProfile
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.process.workshop import Workshop
 from tandem.engine.structured.grammars import Grammars
 from tandem.node.control.events import ControlEvent, Found, PeerLost, Received
 from tandem.node.profiling.profiler import ProfileAsked
+
+
+class AdapterSource(Protocol):
+    """Where adapters come from; both may read from disk, and raise AdapterError."""
+
+    def get(self, ref: AdapterRef) -> HostAdapter: ...
+
+    def read(self, path: str) -> HostAdapter: ...
 
 
 class Delivery:
@@ -27,7 +36,7 @@ class Delivery:
         self,
         post: Callable[[object], None],
         grammars: Grammars,
-        adapters: AdapterStore | None,
+        adapters: AdapterSource | None,
         hear: Callable[[Message], None],
         tell: Callable[[NodeKey, TellStory], None],
     ) -> None:

@@ -1,7 +1,9 @@
-"""Messages from rank 0 to the other ranks: MessagePack over a socket pair each, with a length before each. No torch."""
+"""Messages from rank 0 to the other ranks, and their answers about adapters: MessagePack over a socket pair each, with
+a length before each. No torch."""
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -11,10 +13,11 @@ import numpy as np
 
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.wire.decoder import WireDecoder
+from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.scheduling.step import SchedulerOutput, StepMeta
 
 LENGTH_BYTES = 4
-Verb = Literal["step", "dummy", "warm_up", "capture"]
+Verb = Literal["step", "dummy", "warm_up", "capture", "read", "let_go"]
 
 
 class RankSetup(msgspec.Struct, frozen=True):
@@ -33,10 +36,19 @@ class PoolFile(msgspec.Struct, frozen=True):
 
 
 class Command(msgspec.Struct, frozen=True, array_like=True):
-    """An order to all ranks. `step` is the plan of a step; for a dummy step only its rows count."""
+    """An order to all ranks. `step` is the plan of a step; for a dummy step only its rows count. `adapter` is to be
+    read, beside steps, and answered by AdapterRead, or to be let go of."""
 
     verb: Verb
     step: SchedulerOutput | None = None
+    adapter: AdapterRef | None = None
+
+
+class AdapterRead(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's answer: it holds the adapter of this digest in memory, or has this `problem` with it."""
+
+    digest: bytes
+    problem: str = ""
 
 
 def _to_bytes(value: Any) -> bytes:
@@ -60,11 +72,12 @@ def as_announced(step: SchedulerOutput) -> SchedulerOutput:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
 _decode_command: WireDecoder[Command] = WireDecoder(Command, dec_hook=_from_bytes)
 _decode_setup: WireDecoder[RankSetup] = WireDecoder(RankSetup)
+_decode_answer: WireDecoder[AdapterRead] = WireDecoder(AdapterRead)
 _decode_pool_file: WireDecoder[PoolFile] = WireDecoder(PoolFile)
 
 
-def send(sockets: Iterable[socket.socket], message: RankSetup | PoolFile | Command) -> None:
-    """Sends a message to all ranks. Raises OSError when one is gone."""
+def send(sockets: Iterable[socket.socket], message: RankSetup | PoolFile | Command | AdapterRead) -> None:
+    """Sends a message to all `sockets`. Raises OSError when one is gone."""
     body = _encoder.encode(message)
     data = len(body).to_bytes(LENGTH_BYTES, "little") + body
     for end in sockets:
@@ -85,6 +98,14 @@ def receive_command(end: socket.socket) -> Command | None:
     """Waits for the next command. None: rank 0 has closed its end, or is gone."""
     body = _receive(end)
     return None if body is None else _decode_command(body)
+
+
+def receive_answer(end: socket.socket, within_s: float) -> AdapterRead | None:
+    """Waits for a rank's answer. None: it didn't come, or the rank is gone."""
+    if not select.select([end], [], [], max(0.0, within_s))[0]:
+        return None
+    body = _receive(end)
+    return None if body is None else _decode_answer(body)
 
 
 def _receive(end: socket.socket) -> bytearray | None:

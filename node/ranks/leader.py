@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tandem.engine.adapters.node_adapters import NodeAdapters
+from tandem.engine.adapters.store import AdapterStore
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_folder import resolve_model
@@ -29,6 +31,7 @@ from tandem.engine.parallel.sharding import Shard
 from tandem.engine.process.watched import end_process
 from tandem.engine.scheduling.step import SchedulerOutput
 from tandem.node.ranks.channel import Command, PoolFile, RankSetup, Verb, as_announced, send
+from tandem.node.ranks.rank_adapters import AdapterLeader
 
 logger = logging.getLogger(__name__)
 END_S = 5.0  # how long a rank that was told to end may take; a guess
@@ -63,6 +66,15 @@ def start_ranks(options: NodeOptions) -> Ranks | None:
     return Ranks(options)
 
 
+def adapter_source(
+    adapters: NodeAdapters | None, ranks: Ranks | None, within_s: float
+) -> AdapterStore | AdapterLeader | None:
+    """Where a node's adapters come from; None: it takes none. `within_s`: what other ranks may take to read one."""
+    if adapters is None or ranks is None:
+        return None if adapters is None else adapters.store
+    return ranks.lead_adapters(adapters.store, within_s)
+
+
 def make_store() -> Any:
     """Where ranks find each other: a server in this process, on loopback only (left alone it listens everywhere)."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -83,6 +95,7 @@ class Ranks:
         self._closing = threading.Event()
         self._processes: list[subprocess.Popen] = []
         self._sockets: list[socket.socket] = []
+        self._turn = threading.Lock()  # steps are announced by one thread, adapters by another
         for rank in range(1, size):
             self._start(RankSetup(options, rank, store.port))
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
@@ -90,7 +103,11 @@ class Ranks:
 
     def announce(self, verb: Verb, step: SchedulerOutput | None = None) -> None:
         """Orders every rank to do this next; the caller must then do the same. Raises OSError when a rank is gone."""
-        send(self._sockets, Command(verb, None if step is None else as_announced(step)))
+        self._tell(Command(verb, None if step is None else as_announced(step)))
+
+    def lead_adapters(self, store: AdapterStore, within_s: float) -> AdapterLeader:
+        """What finds adapters for all ranks, of which rank 0 has this store."""
+        return AdapterLeader(store, self._tell, self._sockets, within_s)
 
     def share_pool(self, file: PoolFile) -> None:
         """Hands the shared pool to the ranks, before the first command, where `ranks_share_pool`."""
@@ -112,6 +129,10 @@ class Ranks:
                 process.kill()
                 process.wait()
         self._watcher.join()
+
+    def _tell(self, command: Command) -> None:
+        with self._turn:
+            send(self._sockets, command)
 
     def _start(self, setup: RankSetup) -> None:
         ours, theirs = socket.socketpair()

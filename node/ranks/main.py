@@ -44,6 +44,7 @@ def _run(commands: socket.socket) -> None:
     from tandem.engine.parallel.sharding import Shard
     from tandem.engine.running.runner import ModelRunner
     from tandem.node.ranks.channel import receive_command, receive_pool_file, receive_setup
+    from tandem.node.ranks.rank_adapters import AdapterFollower
     from tandem.node.ranks.shared_pool import map_in_rank, ranks_share_pool, ranks_show_pools
     from tandem.node.setup import load, size_pool, with_device_defaults
 
@@ -71,6 +72,7 @@ def _run(commands: socket.socket) -> None:
     runner = ModelRunner(
         loaded.model, pool, options.scheduler, options.cache.block_size, max_model_len, eos, adapters=loaded.adapters
     )
+    adapters = None if loaded.adapters is None else AdapterFollower(loaded.adapters.store, commands)
     gc.collect()
     gc.freeze()
     while (command := receive_command(commands)) is not None:
@@ -78,6 +80,9 @@ def _run(commands: socket.socket) -> None:
             runner.warmup()
         elif command.verb == "capture":
             runner.capture_decode_steps()
+        elif command.adapter is not None:
+            assert adapters is not None
+            adapters.hear(command)
         else:
             assert command.step is not None
             if command.verb == "step":

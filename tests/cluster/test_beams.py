@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_adapters import merged, tiny_adapter
 from tokenizers import Tokenizer
 
 import tandem.deploy
 from in_process_cluster import Client, Node, Result, client_of, node_options
+from tandem.engine.adapters.adapter_files import read_adapter
+from tandem.engine.contracts.config import LoraOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import AdapterRef
 from tiny_models import random_prompt, reference_model, tiny_model
 
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
@@ -43,10 +47,11 @@ Found = dict[str, list[tuple[list[int], float]]]  # by search, best first: token
 
 
 @cache
-def reference(folder: Path) -> Found:
+def reference(folder: Path, names: tuple[str, ...] = tuple(SEARCHES)) -> Found:
     """What transformers finds, its scores turned back into sums."""
     found: Found = {}
-    for name, (length, params) in SEARCHES.items():
+    for name in names:
+        length, params = SEARCHES[name]
         prompt = torch.tensor([random_prompt(length, seed=length)])
         eos = [1, *params.stop_token_ids[1:]] if params.stop_token_ids else 1
         with torch.inference_mode():
@@ -98,7 +103,13 @@ def running(*roles: str, model: Path, **options: object) -> Iterator[tuple[Clien
         yield client, nodes
 
 
-def ask(client: Client, nodes: list[Node], priority: int = 0) -> dict[str, Result]:
+def ask(
+    client: Client,
+    nodes: list[Node],
+    priority: int = 0,
+    names: tuple[str, ...] = tuple(SEARCHES),
+    adapter: AdapterRef | None = None,
+) -> dict[str, Result]:
     return {
         name: client.submit(
             name,
@@ -108,9 +119,24 @@ def ask(client: Client, nodes: list[Node], priority: int = 0) -> dict[str, Resul
             prefill=nodes[1].info if len(nodes) > 1 else None,
             samples=tuple(range(params.beam_width)),
             priority=priority,
+            adapter=adapter,
         )
         for name, (length, params) in SEARCHES.items()
+        if name in names
     }
+
+
+def test_beams_take_an_adapter(tmp_path: Path) -> None:
+    """Split: what is handed over, forked and gone on with is the adapter's."""
+    base, names = tiny_model("llama"), ("plain", "ending")
+    adapter = tiny_adapter(tmp_path / "adapter", base, seed=5)
+    expected = reference(merged(tmp_path / "merged", base, adapter), names)
+    ref = AdapterRef(str(adapter), read_adapter(str(adapter)).digest)
+    with running("decode", "prefill", model=base, lora=LoraOptions(True)) as (client, nodes):
+        results = ask(client, nodes, names=names, adapter=ref)
+        client.wait()
+        for name, result in results.items():
+            check(name, result, expected[name])
 
 
 # README says: "the outputs and scores of transformers' beams"

@@ -3,14 +3,20 @@ fp32 on a CPU must be a near tie."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from near_ties import check_against_reference
+from tiny_adapters import merged, tiny_adapter
 from tiny_hf_models import TOWERS, tiny_hf_model
 from tiny_media import media_logits, media_prompt, reference_media_model
 
 from in_process_cluster import client_of, cuda_pair
+from tandem.engine.adapters.adapter_files import read_adapter
+from tandem.engine.contracts.config import LoraOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import AdapterRef
 from tiny_models import random_prompt
 
 pytestmark = [
@@ -19,7 +25,7 @@ pytestmark = [
 ]
 LENGTHS = (1, 5, 17, 90, 300)
 NUM_TOKENS = 32
-FAMILIES = ("gpt2", "opt", "gemma2", "phi3", "bloom", "mixtral", "deepseek_v3", "gpt_oss", "llama4_text")
+FAMILIES = ("gpt2", "opt", "gemma2", "phi3", "bloom", "mpt", "mixtral", "deepseek_v3", "gpt_oss", "llama4_text")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -40,6 +46,28 @@ def test_greedy_against_fp32(family: str) -> None:
             for result in results[length]:
                 assert result.failed is None, result.failed
                 check_against_reference(folder, prompt, result.output(), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("family", "targets"), [("gpt2", ("c_attn", "c_proj", "c_fc")), ("opt", ("q_proj", "fc1"))])
+def test_adapters_against_merged_weights(family: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Decode steps in graphs, beside requests without."""
+    base = tiny_hf_model(family)
+    adapter = tiny_adapter(tmp_path / "adapter", base, targets=targets, scale=0.7)
+    ref = AdapterRef(str(adapter), read_adapter(str(adapter)).digest)
+    folders = {ref: merged(tmp_path / "merged", base, adapter), None: base}
+    nodes = decode, prefill = cuda_pair(base, lora=LoraOptions(True, max_loras=2))
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    with client_of(nodes) as client:
+        asked = []
+        for i, taken in enumerate((ref, None, ref)):
+            prompt = random_prompt(17 + 60 * i, seed=i)
+            split = client.submit(f"s{i}", prompt, sampling, decode=decode.info, prefill=prefill.info, adapter=taken)
+            alone = client.submit(f"a{i}", prompt, sampling, decode=decode.info, adapter=taken)
+            asked += [(taken, prompt, split), (taken, prompt, alone)]
+        client.wait()
+        for taken, prompt, result in asked:
+            assert result.failed is None, result.failed
+            check_against_reference(folders[taken], prompt, result.output(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("family", TOWERS)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tandem.kernels.blocks.cache_ops import copy_blocks, gather_blocks, swap_blocks
+from tandem.kernels.blocks.quantization import dequantize, quantize, scale_for
 from tandem.kernels.reference import paged
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
@@ -89,3 +90,16 @@ def test_impossible_swaps_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         swap_blocks(pool_of(torch.float32), torch.zeros(shape), pairs, layers, counts)
+
+
+def test_a_scale_a_layer_serves_unlike_heads() -> None:
+    """Heads of very unlike sizes lose no more in fp8 with their layer's scale than with scales of their own."""
+    large = torch.randn(256, 128, generator=torch.Generator().manual_seed(1))
+
+    def lost(head: torch.Tensor, scale: float) -> float:
+        kept = dequantize(quantize(head, scale, counts=False), scale, torch.float32)
+        return float((kept - head).norm() / head.norm())
+
+    for smaller in (10, 100, 1000):
+        head = large.roll(1) / smaller
+        assert lost(head, float(scale_for(large))) == pytest.approx(lost(head, float(scale_for(head))), rel=0.03)
