@@ -22,8 +22,11 @@ FLOATS = {"low": "*fp32", **dict.fromkeys(("x", "a", "b", "gate_up", "out"), "*b
 QKV = {"START_1": 4096, "START_2": 5120, "SIZE": 6144, "FIRST_1": 32, "FIRST_2": 40, "LANES": 48, "RANK": 16}
 BOTH = {"START_1": 14336, "START_2": 28672, "SIZE": 28672, "FIRST_1": 112, "FIRST_2": adapters.NEVER}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "shrink": (adapter_rows.shrink_rows_kernel, {"SIZE": 4096, "LANES": 48, "RANK": 16, "BLOCK_K": 128}),
-    "shrink-256": (adapter_rows.shrink_rows_kernel, {"SIZE": 14336, "LANES": 256, "RANK": 256, "BLOCK_K": 128}),
+    "shrink": (adapter_rows.shrink_rows_kernel, {"SIZE": 4096, "LANES": 48, "RANK": 16, "BLOCK_K": adapters.BLOCK_K}),
+    "shrink-256": (
+        adapter_rows.shrink_rows_kernel,
+        {"SIZE": 14336, "LANES": 256, "RANK": 256, "BLOCK_K": adapters.BLOCK_K},
+    ),
     "expand": (adapter_rows.expand_rows_kernel, {**QKV, "BLOCK_N": 128}),
     "expand-256": (adapter_rows.expand_rows_kernel, {**QKV, "LANES": 768, "RANK": 256, "BLOCK_N": 16}),
     "expand-silu": (adapter_rows.expand_silu_rows_kernel, {"SIZE": 14336, "GROUP": 8, "RANK": 16, "BLOCK_N": 64}),

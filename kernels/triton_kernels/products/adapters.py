@@ -18,12 +18,12 @@ from tandem.kernels.triton_kernels.products.adapter_rows import (
 )
 from tandem.kernels.triton_kernels.products.adapter_tiles import expand_tiles_kernel, shrink_tiles_kernel
 
-# Of decode rows: places of a program, splits times lanes at most, words of B at once; docs/measurements.md#adapters.
-PLACES, SPLIT_LANES, WORDS_OF_B = 2, 384, 4096
-# Guesses: lanes of a program, inputs at once and of a split at least; of what ends in silu places of a program, words
-# of B of either part at once, warps.
-CHUNK, BLOCK_K, LEAST_INPUTS = 16, 128, 256
-SILU_TILE, SILU_WORDS, SILU_WARPS = 2, 1024, 4
+# Of decode rows: places of a program, splits times lanes at most, words of B at once, inputs at once and of a split at
+# least; of what ends in silu places of a program, words of B of either part at once, warps;
+# docs/measurements.md#adapters.
+PLACES, SPLIT_LANES, WORDS_OF_B, BLOCK_K, LEAST_INPUTS = 2, 256, 4096, 512, 512
+SILU_TILE, SILU_WORDS, SILU_WARPS = 8, 1024, 4
+CHUNK = 16  # lanes of a program; a guess
 # Of prompts, guesses too.
 TILE_K, TILE_LANES, TILE_SPLITS, WORDS_OF_TILE = 64, 64, 4, 4096
 NEVER = 1 << 30
