@@ -242,8 +242,6 @@ class Cluster:
         if placement is not None:
             self.need.placed(placement.plan)
             placement, counted = with_helpers(placement, request, nodes, options, now)
-            for choice in placement.choices:
-                choice.node.note_adapter(request.adapter)
             for node, told in counted:
                 self._count(node, told, now)
         return placement

@@ -26,4 +26,7 @@ def find_nodes(cluster: Cluster, machine: RequestMachine, request_id: str, now: 
         adapter=b"" if spec.adapter is None else spec.adapter.mark,
         waited_s=0.0 if num_done else max(0.0, spec.deadline_s - (machine.deadline - now)),
     )
-    return cluster.place(request, hashes if spec.use_prefix_cache else [], now)
+    placement = cluster.place(request, hashes if spec.use_prefix_cache else [], now)
+    for choice in () if placement is None else placement.choices:
+        choice.node.note_adapter(request.adapter)
+    return placement

@@ -131,7 +131,7 @@ class Targets(msgspec.Struct, frozen=True, array_like=True):
 NO_TARGETS = Targets()
 
 
-MARK_BYTES = 8
+MARK_BYTES = 8  # a guess: two adapters alike would be priced wrongly, no more
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
