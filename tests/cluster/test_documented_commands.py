@@ -49,6 +49,16 @@ REMOTE = {
 }
 
 
+_STAGES: list[Stage] = []
+
+
+@pytest.fixture(autouse=True)
+def _clear_stages() -> Iterator[None]:
+    yield
+    for stage in _STAGES:
+        stage.clear()
+
+
 class Stage:
     """A folder in which a reader types; `port` is what stands for 8000, `redis` what stands for 10.0.0.9."""
 
@@ -65,6 +75,8 @@ class Stage:
             tiny_adapter(folder / "adapters" / name, DEMO, seed=len(name), targets=("q_proj",))
         self._control_port = str(free_port())
         self._redis = redis
+        self._started: list[subprocess.Popen[bytes]] = []
+        _STAGES.append(self)
 
     def meant(self, text: str) -> str:
         """What is typed here for what stands in a page."""
@@ -89,10 +101,20 @@ class Stage:
         if re.match(r"tandem (prefill|decode) ", text):
             del settings["TANDEM_PORT"]
         with (self.folder / "said").open("ab") as said:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 ["bash", "-euo", "pipefail", "-c", self.meant(text)],
                 cwd=self.folder, env=settings, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
             )  # fmt: skip
+        self._started.append(process)
+        return process
+
+    def clear(self) -> None:
+        """What a test that failed left behind ends at once."""
+        for pid in self.pids():
+            os.kill(pid, signal.SIGKILL)
+        for process in self._started:
+            process.kill()
+            process.wait()
 
     def run(self, text: str) -> str:
         """What it printed. It must end well."""
