@@ -20,6 +20,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nixl": {"transport": "nixl"},
     "nodes that do all work": {"transport": "shm", "elastic": 3, "arguments": HURRIED},
     "prompts by several nodes": {"transport": "shm", "elastic": 3, "arguments": (*HURRIED, *SHARED)},
+    "nodes that lean": {"transport": "tcp", "prefill": 2, "arguments": ("--no-fixed-roles", *HURRIED)},
     "one node": {"transport": "local"},
 }
 
