@@ -290,7 +290,6 @@ class SharedPrompts:
             each.is_read = True
             grant = None if each.is_verified else self._sink.grant_of(each.key)
             if not each.is_verified:
-                self._sink.use_early(each.key)
                 grant_id = 0 if grant is None else grant.grant_id  # 0: it has ended, and so the step is spoiled
                 arriving.append(ArrivingKV(grant_id, share.request.slot, share.deadline))
         self._settle(share)

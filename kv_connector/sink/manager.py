@@ -102,13 +102,14 @@ class SinkManager:
     ) -> None:
         """Expects `source` to claim up to `most_blocks` whole blocks, which this node is about to ask it for. Ends in
         Fetched or NotFetched; no later than at `deadline`, unless cancelled. `into`: they are to come into these
-        blocks, of which the hand-off gets references of its own. `is_held`: nothing is granted before `let_in`."""
+        blocks, of which the hand-off gets references of its own, and are used while they come: bytes that differ end
+        it, since sending them again would be too late. `is_held`: nothing is granted before `let_in`."""
         self.ledger.at(now)
         record = self.ledger.open(key)
         record.source_id, record.deadline, record.expected_at = source.node_id, deadline, now
         record.kind, record.most_blocks, record.is_held = HandoffKind.PULL, most_blocks, is_held
         self.ledger.pool.touch(into)
-        record.into = list(into)
+        record.into, record.is_used_early = list(into), bool(into)
         self.actions.run(record, record.machine.on_submit(source.epoch))
         if record.machine.state in OVER:
             self.ledger.unpin(record)
@@ -129,11 +130,6 @@ class SinkManager:
         """The grant under which the source may be writing now; None: it may not."""
         record = self.ledger.records.get(key)
         return record.grant if record is not None and record.machine.state in _UNDER_WAY else None
-
-    def use_early(self, key: AttemptKey) -> None:
-        """Says that the blocks of a granted pull are used while they are written: bytes that differ end the pull, since
-        sending them again would be too late."""
-        self.ledger.records[key].is_used_early = True
 
     def is_unanswered(self, key: AttemptKey) -> bool:
         """Whether the source has sent nothing yet in this hand-off."""

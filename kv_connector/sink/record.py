@@ -35,7 +35,7 @@ class SinkRecord:
     num_blocks: int = 0
     num_claimed: int = 0  # tokens that the claim names
     most_blocks: int = 0  # how many blocks a pull asked for
-    is_used_early: bool = False  # a step reads its blocks while they are written
+    is_used_early: bool = False  # steps may read its blocks while they are written
     into: list[int] = field(default_factory=list)  # the blocks that will be granted, where a request has them already
     is_held: bool = False  # its claim is not granted yet
     queued_at: float = 0.0  # since when it waits in line, and its place there: (priority, number of the claim)

@@ -56,7 +56,7 @@ LAYOUT = KVLayout((KVGroup(1, 1, 1, "float32"),), BLOCK)
 TIMES = Timeouts(resend_s=0.5, connect_s=3.0)
 ROUTER = NodeKey("router", 1)
 RIGHT, WRONG = 1, 2  # tokens
-GARBAGE = b"?" * 16
+GARBAGE, UNNAMED = b"?" * 16, b"!" * 16  # UNNAMED: right, of tokens that the host does not know yet
 
 
 @dataclass
@@ -106,15 +106,16 @@ class ShareNode:
         for block_id, content in enumerate(self.content):
             found = self.pool.block_hash(block_id)
             if found is not None and self.pool.is_published(found):
-                assert content == found, f"{self.info.node_id}: block {block_id} holds another's bytes"
+                assert content in (found, UNNAMED), f"{self.info.node_id}: block {block_id} holds another's bytes"
 
     def compute(self, row: ScheduledRow, request: Request, block_ids: Sequence[int]) -> bool:
         """Writes a row's full blocks. Returns whether those before it hold what they should."""
         self.scheduler.state.kv.extend_hashes(request)
         first, end = row.start // BLOCK, (row.start + row.num_tokens) // BLOCK
         is_right = [self.content[each] for each in block_ids[:first]] == request.block_hashes[:first]
-        for index in range(first, min(end, len(request.block_hashes))):
-            self.content[block_ids[index]] = request.block_hashes[index] if is_right else GARBAGE
+        names = [*request.block_hashes, *[UNNAMED] * end]
+        for index in range(first, min(end, len(block_ids))):
+            self.content[block_ids[index]] = names[index] if is_right else GARBAGE
         return is_right
 
 
