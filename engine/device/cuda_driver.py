@@ -24,6 +24,8 @@ _IN_STREAM_ORDER, _BESIDE_COMPUTATION = 1, 1
 _ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
+_streams_wait = False  # whether a stream of this process has been made to wait for a value
+
 
 class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
@@ -75,10 +77,16 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-@cache
-def _library_of_short_calls() -> ctypes.PyDLL:
+def _library_of_short_calls() -> ctypes.CDLL:
     """The driver's library, called while this thread keeps the GIL. Calls here take a few µs; if each let go of the
-    GIL, getting it back could take as long as other threads please."""
+    GIL, getting it back could take as long as other threads please. Once streams wait for the host, though, any call
+    may wait for them, in its queue or for a lock of the driver's, and the thread that ends the wait needs the GIL: two
+    nodes that computed a prompt together stood still like that. So from the first such wait on calls let go of it."""
+    return _library() if _streams_wait else _library_with_gil()
+
+
+@cache
+def _library_with_gil() -> ctypes.PyDLL:
     _library()
     return ctypes.PyDLL("libcuda.so.1")
 
@@ -190,7 +198,8 @@ def unlock_pages(device_index: int, address: int) -> None:
 def wait_for_value(device_index: int, stream: int, address: int, least: int) -> None:
     """Lets a stream wait until the int32 at `address`, in page-locked memory, is at least `least`. Raises
     TransportError when the driver refuses."""
-    library = _library_of_short_calls()
+    global _streams_wait
+    _streams_wait, library = True, _library()
     with _primary_context(device_index):
         wait = library.cuStreamWaitValue32_v2
         wait.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
