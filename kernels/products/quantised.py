@@ -1,8 +1,9 @@
 """Products over quantised weights: y = x @ weight^T.
 
-Up to some hundred rows the kernel of triton_kernels/products/matmul_quantised.py reads each weight once and leaves
-activations as they are. Prompts over fp8 weights with a scale an output are multiplied in fp8 on both sides, a scale a
-row of x; other prompts, and devices without Triton, have the weight made whole first and multiply by torch.
+Up to some hundred rows the kernel of triton_kernels/products/matmul_quantised.py reads each weight once; over fp8
+activations become two e4m3 numbers each, which hold all that bf16 holds, or from 65 rows one. Prompts over fp8 weights
+with a scale an output are multiplied in fp8 on both sides by torch, a scale a row of x; other prompts, and devices
+without Triton, have the weight made whole first and multiply by torch.
 
 M rows, N outputs, K inputs.
 """
@@ -20,6 +21,7 @@ from tandem.kernels.products.matmul_plans import GATE_UP_GROUP
 from tandem.kernels.products.quantised_plans import MOST_TILES, QuantisedPlan, choose_plan
 from tandem.kernels.products.quantised_weight import FP8, FP8_MAX, QuantisedWeight, quantise_fp8, quantise_int4
 
+PREFERRED_SCALED_ROWS = 129  # from here torch's fp8 products come before the kernel, whose tiles are 128; a guess
 LEAST_SCALED_ROWS = 17  # below, torch's fp8 products need padding; and few rows are the kernel's
 
 
@@ -28,10 +30,11 @@ def linear(
 ) -> torch.Tensor:
     """x @ weight^T + bias [M, N] in the type of x, summed in fp32. `silu`: [M, N / 2], silu of gate's outputs times
     up's, for a weight whose rows come by turns (matmul.group_gate_up)."""
-    plan = _plan(x_MK, weight, silu)
+    prefers_scaled = x_MK.shape[0] >= PREFERRED_SCALED_ROWS and _takes_scaled(x_MK, weight)
+    plan = None if prefers_scaled else _plan(x_MK, weight, silu)
     if plan is not None:
         return _by_plan(plan, x_MK, weight, bias_N, silu)
-    if _takes_scaled(x_MK, weight):
+    if prefers_scaled or _takes_scaled(x_MK, weight):
         out = scaled_linear(x_MK, weight, bias_N)
     else:
         out = functional.linear(x_MK, made_whole(weight, x_MK), bias_N)
@@ -40,7 +43,7 @@ def linear(
 
 def made_whole(weight: QuantisedWeight, x_MK: torch.Tensor) -> torch.Tensor:
     """The weight [N, K] in the type of x, in one pass where Triton runs."""
-    plan = choose_plan(1, *weight.shape, weight.group, weight.bits)
+    plan = choose_plan(2, *weight.shape, weight.group, weight.bits)
     if not is_fused(x_MK) or plan is None:
         return weight.dequantised(x_MK.dtype)
     from tandem.kernels.triton_kernels.products.matmul_quantised_launch import dequantise
@@ -66,14 +69,28 @@ def scaled_linear(x_MK: torch.Tensor, weight: QuantisedWeight, bias_N: torch.Ten
     return out
 
 
-def quantise_rows(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 [M, K] and fp32 [M, 1]: each row divided by its scale, so that its largest number is the format's."""
+def quantise_rows(x_MK: torch.Tensor, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 [M, K] and fp32 [M, 1]: each row divided by its scale, so that its largest number is the format's.
+
+    In two parts: e4m3 [2, M, K], high and low, of which high + low / 16 is the row divided by a power of two. A number
+    of bf16 has 8 bits: high takes four, what is left fits low. So nothing is lost unless it is 2^-13 of the largest.
+    """
     if is_fused(x_MK):
         from tandem.kernels.triton_kernels.products.quantise_rows import quantise_rows_triton
 
-        return quantise_rows_triton(x_MK)
+        return quantise_rows_triton(x_MK, parts)
+    if parts == 2:
+        return _in_two_parts(x_MK)
     scale = (x_MK.abs().amax(1, keepdim=True).float() / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
     return (x_MK.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+def _in_two_parts(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    largest = x_MK.abs().amax(1, keepdim=True).float().clamp_min(2.0**-100)
+    scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 8)
+    scaled = x_MK.float() / scale
+    high = scaled.to(FP8)
+    return torch.stack([high, ((scaled - high.float()) * 16).to(FP8)]), scale
 
 
 @functools.cache
@@ -93,13 +110,15 @@ def _plan(x_MK: torch.Tensor, weight: QuantisedWeight, silu: bool) -> QuantisedP
         return None
     if x_MK.stride(1) != 1 or x_MK.stride(0) % 16 or torch.cuda.get_device_capability(x_MK.device) < (8, 9):
         return None
-    plan = choose_plan(x_MK.shape[0], *weight.shape, weight.group, weight.bits)
-    tried = plan and plan._replace(splits=min(plan.splits, 2))
-    if tried is None or not _is_right(
-        tried, weight.group, weight.bits, weight.scales.dtype, x_MK.dtype, x_MK.device, silu
-    ):
-        return None
-    return plan
+    device = x_MK.device
+    for by_parts in (True, False):
+        plan = choose_plan(
+            x_MK.shape[0], *weight.shape, weight.group, weight.bits, by_parts=by_parts and x_MK.dtype == torch.bfloat16
+        )
+        tried = plan and plan._replace(splits=min(plan.splits, 2))
+        if tried and _is_right(tried, weight.group, weight.bits, weight.scales.dtype, x_MK.dtype, device, silu):
+            return plan
+    return None
 
 
 @functools.cache
@@ -126,7 +145,8 @@ def _is_right(
         weight = quantise_fp8(plain)
 
     def expected() -> torch.Tensor:
-        product = functional.linear(x.float(), weight.dequantised(torch.float32))
+        values, scales = quantise_rows(x) if plan.parts == 1 else (x, 1)
+        product = functional.linear(values.float() * scales, weight.dequantised(torch.float32))
         return silu_mul(product, GATE_UP_GROUP) if silu else product
 
     return product_trials.passes(
@@ -141,7 +161,8 @@ def _by_plan(
 
     num_outputs = weight.shape[0] // (2 if silu else 1)
     out = torch.empty((x_MK.shape[0], num_outputs), dtype=x_MK.dtype, device=x_MK.device)
-    launch(plan, x_MK, weight, out, arrivals_of(x_MK.device), bias_N=bias_N, silu=silu)
+    x, x_scales = quantise_rows(x_MK, plan.parts) if plan.parts else (x_MK, None)
+    launch(plan, x, weight, out, arrivals_of(x_MK.device), bias_N=bias_N, silu=silu, x_scales=x_scales)
     return out
 
 
@@ -156,11 +177,21 @@ def _takes_scaled(x_MK: torch.Tensor, weight: QuantisedWeight) -> bool:
 
 @functools.cache
 def _scaled_is_right(device: torch.device) -> bool:
+    """Tried in a graph, as decode steps run it."""
     x = product_trials.random_matrix(320, 512, torch.bfloat16, device, 1)
     weight = quantise_fp8(product_trials.random_matrix(256, 512, torch.float32, device, 2))
     values, scales = quantise_rows(x)
+
+    def replayed() -> torch.Tensor:
+        scaled_linear(x, weight)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = scaled_linear(x, weight)
+        graph.replay()
+        return out.clone()
+
     return product_trials.passes(
         "the fp8 product of prompts",
-        lambda: scaled_linear(x, weight),
+        replayed,
         lambda: functional.linear(values.float() * scales, weight.dequantised(torch.float32)),
     )

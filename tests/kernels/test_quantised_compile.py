@@ -21,7 +21,7 @@ from tandem.kernels.triton_kernels.products.matmul_quantised import matmul_quant
 from tandem.kernels.triton_kernels.products.matmul_quantised_launch import constants_of  # noqa: E402
 from tandem.kernels.triton_kernels.products.quantise_rows import quantise_rows_kernel  # noqa: E402
 
-TYPES = {"x": "*bf16", "bias": "*bf16", "y": "*bf16", "sums": "*fp32", "arrivals": "*i32"}
+TYPES = {"x": "*bf16", "x_scales": "*fp32", "bias": "*bf16", "y": "*bf16", "sums": "*fp32", "arrivals": "*i32"}
 
 
 def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int) -> Any:
@@ -41,6 +41,8 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
         (16, 0, 8, False),
         (64, 0, 8, True),
         (256, 128, 8, False),
+        (16, 128, 8, False),
+        (128, 0, 8, False),
         (1, 128, 4, False),
         (64, 128, 4, True),
     ],
@@ -50,14 +52,18 @@ def test_products_compile(num_rows: int, group: int, bits: int, silu: bool, capa
     assert plan is not None
     scale = "*fp32" if bits == 8 else "*fp16"
     types = {**TYPES, "values": "*fp8e4nv" if bits == 8 else "*u8", "scales": scale, "zeros": scale}
+    if plan.parts:
+        types["x"] = "*fp8e4nv"
     constants = constants_of(plan, group, bits, silu=silu)
     compiled = compile_kernel(matmul_quantised_kernel, types, constants, capability)
     assert "cp.async" in compiled.asm["ptx"], "weights are not loaded ahead"
-    assert compiled.metadata.shared <= (SHARED_BYTES if capability == 90 else 99 << 10)
+    assert compiled.metadata.shared <= (SHARED_BYTES if capability == 90 or num_rows > 64 else 99 << 10)
     if capability == 90 and num_rows > 1:
         assert "wgmma.mma_async" in compiled.asm["ptx"]
+        assert ("e4m3.e4m3" in compiled.asm["ptx"]) == bool(plan.parts)
 
 
-def test_rounding_of_activations_compiles() -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rounding_of_activations_compiles(parts: int) -> None:
     types = {"x": "*bf16", "values": "*fp8e4nv", "scales": "*fp32"}
-    compile_kernel(quantise_rows_kernel, types, {"SIZE": 14336, "PADDED": 16384, "num_warps": 16}, 90)
+    compile_kernel(quantise_rows_kernel, types, {"SIZE": 14336, "PADDED": 16384, "PARTS": parts, "num_warps": 16}, 90)

@@ -1,10 +1,12 @@
 """y = x @ weight^T for few rows over quantised weights: each weight is read once and becomes 16 bit in the registers.
 
 M rows, N outputs, K inputs, G = K / GROUP groups of inputs that share a scale. As in matmul_stream.py the weight tile
-is the wide operand of the tensor cores. Activations stay as they are; sums are taken in fp32, and scales multiply sums,
-never weights, so what is computed is what the numbers stored say. Where there are fewer tiles than multiprocessors K is
-split: who arrives last adds what the others left, in the order of K.
+is the wide operand of the tensor cores. Sums are taken in fp32, and scales multiply sums, never weights, so what is
+computed is what the numbers stored say. Where there are fewer tiles than multiprocessors K is split: who arrives last
+adds what the others left, in the order of K.
 One row (TILE_M 1) is multiplied without tensor cores, in fp32.
+With PARTS activations are e4m3, too (quantise_rows.py), so weights of 8 bits go to the tensor cores as they lie: each
+activation is one number, or the sum of two, high + low / 16, which is all that bf16 holds.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,6 +19,7 @@ from tandem.kernels.triton_kernels.common import INTERPRETED, begin, dot
 
 SILU_GROUP: tl.constexpr = tl.constexpr(8)  # gate and up rows alternate in groups of 8
 UNIT: tl.constexpr = tl.constexpr(2.0**-9)  # what numbers of 4 bits are counted in
+LOW: tl.constexpr = tl.constexpr(1 / 16)  # what the second part of an activation counts
 
 
 @triton.jit
@@ -80,13 +83,15 @@ def prefetch(values, rows, first_byte, num_bytes):
 
 @triton.jit
 def finish(
-    acc, scales, bias, y, outputs, rows, num_rows, first_y, y_row,
+    acc, scales, x_scales, bias, y, outputs, rows, num_rows, first_y, y_row,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
+    SILU: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Scale and bias, then SiLU times up, in fp32; rounded once and stored."""
+    """Scales and bias, then SiLU times up, in fp32; rounded once and stored."""
     if GROUP == 0:
         acc *= scale_of(scales + outputs, BITS)[:, None]
+    if PARTS > 0:
+        acc *= tl.load(x_scales + tl.minimum(rows, num_rows - 1))[None, :]
     if HAS_BIAS:
         acc += tl.load(bias + outputs).to(tl.float32)[:, None]
     if SILU:
@@ -108,7 +113,8 @@ def scale_of(places, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "steps", "splits", "lanes", "x_row", "w_row", "y_row", "s_row"])
 def matmul_quantised_kernel(
-    x,  # [M, K], strides (x_row, 1)
+    x,  # [M, K], strides (x_row, 1); with PARTS e4m3 [PARTS, M, K], contiguous
+    x_scales,  # fp32 [M], with PARTS only
     values,  # e4m3 [N, K] or uint8 [N, K / 2], strides (w_row, 1)
     scales,  # any float [G, N], or [1, N] where GROUP is 0; strides (s_row, 1)
     zeros,  # as scales: what is stored for 0; of 4 bits only
@@ -134,6 +140,7 @@ def matmul_quantised_kernel(
     SILU: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,  # bytes of a row
+    PARTS: tl.constexpr,  # GROUP is 0 or a multiple of TILE_K, 128
     PDL: tl.constexpr,
 ):
     """Grid (tiles along N * splits * lanes)."""
@@ -146,6 +153,8 @@ def matmul_quantised_kernel(
     inputs = x + tl.minimum(rows, num_rows - 1).to(tl.int64)[None, :] * (x_row * 16) + tl.arange(0, TILE_K)[:, None]
     first, last = split * steps // splits, (split + 1) * steps // splits
     acc = tl.zeros([TILE_N, TILE_M], tl.float32)
+    acc_low = tl.zeros([TILE_N, TILE_M], tl.float32)
+    low_inputs = inputs + num_rows.to(tl.int64) * (x_row * 16)
     zero = tl.load(zeros + outputs) if BITS == 4 else outputs
     if PDL and PREFETCH > 0:
         STEP_BYTES: tl.constexpr = TILE_K * BITS // 8
@@ -164,6 +173,19 @@ def matmul_quantised_kernel(
             values_K = tl.load(x + step * TILE_K + tl.arange(0, TILE_K)).to(tl.float32)
             weights = load_weights(values, zero, w_rows, step, DTYPE, BITS, TILE_K)
             wide += weights * scale[:, None] * values_K[None, :] if GROUP > 0 else weights * values_K[None, :]
+        elif PARTS > 0:
+            weights = tl.load(values + w_rows[:, None] + (step * TILE_K + tl.arange(0, TILE_K))[None, :])
+            values_KM = tl.load(inputs + step * TILE_K)
+            if GROUP > 0 or INTERPRETED:
+                product = dot(weights, values_KM)
+                if PARTS == 2:
+                    product += dot(weights, tl.load(low_inputs + step * TILE_K)) * LOW
+                acc += product * scale[:, None]
+            else:  # the tensor cores keep few bits of sums over e4m3, so those of a tile are added up in fp32
+                acc = tl.dot(weights, values_KM, acc, max_num_imprecise_acc=TILE_K)
+                if PARTS == 2:
+                    low_KM = tl.load(low_inputs + step * TILE_K)
+                    acc_low = tl.dot(weights, low_KM, acc_low, max_num_imprecise_acc=TILE_K)
         else:
             values_KM = tl.load(inputs + step * TILE_K)
             weights = load_weights(values, zero, w_rows, step, DTYPE, BITS, TILE_K)
@@ -173,6 +195,8 @@ def matmul_quantised_kernel(
                 acc = tl.dot(weights, values_KM, acc)
     if TILE_M == 1:
         acc = tl.sum(wide, 1)[:, None]
+    if PARTS == 2:
+        acc += acc_low * LOW
     first_y = tile * (TILE_N // 2 if SILU else TILE_N)
     if IS_SPLIT:
         places = tl.arange(0, TILE_N)[:, None] * TILE_M + tl.arange(0, TILE_M)[None, :]
@@ -186,12 +210,13 @@ def matmul_quantised_kernel(
                 left = sums + (own * splits + other).to(tl.int64) * (TILE_N * TILE_M) + places
                 acc += tl.load(left, cache_modifier=".cg")
             finish(
-                acc, scales, bias, y, outputs, rows, num_rows, first_y, y_row,
-                TILE_N, TILE_M, GROUP, BITS, HAS_BIAS, SILU,
+                acc, scales, x_scales, bias, y, outputs, rows, num_rows, first_y, y_row,
+                TILE_N, TILE_M, GROUP, BITS, HAS_BIAS, SILU, PARTS,
             )  # fmt: skip
     else:
         finish(
-            acc, scales, bias, y, outputs, rows, num_rows, first_y, y_row, TILE_N, TILE_M, GROUP, BITS, HAS_BIAS, SILU
+            acc, scales, x_scales, bias, y, outputs, rows, num_rows, first_y, y_row,
+            TILE_N, TILE_M, GROUP, BITS, HAS_BIAS, SILU, PARTS,
         )  # fmt: skip
 
 

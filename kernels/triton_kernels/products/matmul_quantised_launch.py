@@ -19,7 +19,7 @@ def constants_of(
     return {
         "TILE_N": plan.tile_n, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "GROUP": group, "BITS": bits,
         "IS_SPLIT": plan.splits > 1, "HAS_BIAS": has_bias, "SILU": silu, "STAGES": plan.stages,
-        "PREFETCH": plan.prefetch,
+        "PREFETCH": plan.prefetch, "PARTS": plan.parts,
         "num_warps": plan.warps,
     }  # fmt: skip
 
@@ -33,24 +33,29 @@ def launch(
     *,
     bias_N: torch.Tensor | None,
     silu: bool,
+    x_scales: torch.Tensor | None = None,
 ) -> None:
-    """out = x @ weight^T (+ bias, or gated). Rows of x and of the weight start at multiples of 16 elements."""
-    (num_rows, num_inputs), (num_outputs, _) = x_MK.shape, weight.shape
+    """out = x @ weight^T (+ bias, or gated). Rows of x and of the weight start at multiples of 16 elements.
+    By a plan of parts x is e4m3 [parts, M, K] (or [M, K] of one) and contiguous, with `x_scales`, one a row."""
+    (num_rows, num_inputs), (num_outputs, _) = x_MK.shape[-2:], weight.shape
     tiles = plan.tiles(num_rows, num_outputs)
     assert tiles <= len(arrivals), f"{tiles} tiles"
     assert num_inputs % plan.tile_k == 0 == weight.group % plan.tile_k, f"{plan} for {weight.shape}"
     assert num_outputs % plan.tile_n == 0, f"{plan} for {weight.shape}"
-    assert x_MK.stride(0) % 16 == 0, "rows of x must start at multiples of 16"
+    assert x_MK.stride(-2) % 16 == 0, "rows of x must start at multiples of 16"
+    assert bool(plan.parts) == (x_scales is not None), f"{plan}, but scales of rows are {x_scales}"
+    assert not plan.parts or (x_MK.is_contiguous() and x_MK.numel() == plan.parts * num_rows * num_inputs)
     size = plan.tile_n * plan.tile_m * (tiles * plan.splits if plan.splits > 1 else 0)
     sums = torch.empty(size, dtype=torch.float32, device=out.device) if size else out
-    scales, values = weight.scales, weight.values
+    scales, values, has_bias = weight.scales, weight.values, bias_N is not None
     zeros = scales if weight.zeros is None else weight.zeros
     assert not weight.group or scales.stride() == zeros.stride(), "scales and zeros lie differently"
+    x_scales, bias_N = scales if x_scales is None else x_scales, scales if bias_N is None else bias_N
     matmul_quantised_kernel[(tiles * plan.splits,)](
-        x_MK, values, scales, zeros, scales if bias_N is None else bias_N, out, sums, arrivals,
+        x_MK, x_scales, values, scales, zeros, bias_N, out, sums, arrivals,
         num_rows, num_inputs // plan.tile_k, plan.splits, plan.lanes(num_rows),
-        x_MK.stride(0) // 16, values.stride(0) // 16, out.stride(0), scales.stride(0) // 8,
-        **constants_of(plan, weight.group, weight.bits, has_bias=bias_N is not None, silu=silu),
+        x_MK.stride(-2) // 16, values.stride(0) // 16, out.stride(0), scales.stride(0) // 8,
+        **constants_of(plan, weight.group, weight.bits, has_bias=has_bias, silu=silu),
         **overlap(out.device),
     )  # fmt: skip
 
