@@ -35,7 +35,7 @@ def demand_of(node: Outlook, now: float) -> Demand:
     report = node.report
     ttft_s, tpot_s = report.targets.ttft_s, report.targets.tpot_s
     waits = node.backlog_s(now) / ttft_s if ttft_s else 0.0
-    streams = report.step_s / (AIMED_AT * tpot_s) if tpot_s and node.num_streams else 0.0
+    streams = report.step_s / (AIMED_AT * tpot_s) if tpot_s and report.num_streams else 0.0
     return Demand(max(report.prompt_share, waits), streams)
 
 

@@ -57,7 +57,9 @@ class WorkReporter:
         if not isinstance(order, SlackOrder):
             return None
         queues, now = state.queues, state.clock.now()
-        streams = [r for r in queues.running if is_decoding(r) and r.prompt.mode != "prefill"]
+        # One whose last token is on its way takes no further step.
+        streams = [r for r in queues.running if is_decoding(r) and r.num_launched_tokens < r.max_num_tokens]
+        streams = [r for r in streams if r.prompt.mode != "prefill"]
         streams += [r for r in queues.waiting if r.block_ids]
         started = [r for r in queues.running if r.can_advance and not is_decoding(r)]
         due = order.due(started, [r for r in queues.waiting if not r.block_ids], state.kv.num_cached_tokens)

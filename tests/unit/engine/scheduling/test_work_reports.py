@@ -53,6 +53,16 @@ def test_streams_and_room_are_told() -> None:
     assert report(device).step_s == pytest.approx(STEP_S + TOKEN_S, rel=0.01)
 
 
+def test_a_request_whose_last_token_is_on_its_way_is_no_stream() -> None:
+    device = Device()
+    device.harness.add("prompt", PROMPT, max_tokens=1)
+    seen = []
+    while device.step():
+        seen.append(report(device).num_streams)
+    assert seen
+    assert not any(seen)
+
+
 def test_what_a_prompt_takes_is_learned_beside_streams_too() -> None:
     device = Device()
     device.harness.add("stream", [1, 2, 3], max_tokens=40)
