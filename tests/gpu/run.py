@@ -32,8 +32,10 @@ TITLE = """# The GPU suite's last runs
 Written by `make test-gpu`: one section for each kind of machine and list of tests, the newest first. A change of what
 runs on GPUs after the commit named here has not been shown to work.
 """
-# Processes on one GPU: each keeps a context of some 0.5 GB, and most of their time compiles kernels. Guesses.
-KERNEL_WORKERS, NODE_WORKERS = 9, 6
+# Processes on one GPU, 9 and 6 on 16 cores: each keeps a context of some 0.5 GB, and compiles kernels most of the time.
+# Guesses.
+CORES = os.cpu_count() or 16
+KERNEL_WORKERS, NODE_WORKERS = CORES // 2 + 1, CORES // 4 + 2
 THREADS = "2"  # of a process: references are computed on the CPU, beside the compilers of kernels
 LIMIT_S = float(os.environ.get("GPU_SUITE_S", "900"))  # what hangs is recorded as such
 TEST_LIMIT_S = "240"
