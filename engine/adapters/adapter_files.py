@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from tandem.engine.adapters.layout import AdapterLayout
 from tandem.engine.contracts.errors import AdapterError, CheckpointError
-from tandem.engine.models.weights import DTYPE_BYTES, read_header
+from tandem.engine.models.weights import PLAIN_DTYPES, read_header
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20  # a guess: real ones have some 1,000
@@ -158,9 +158,9 @@ def _shapes(
             raise AdapterError(
                 f"{folder / WEIGHTS_FILE} holds {name}; only lora_A and lora_B of projections are supported; {_REMEDY}"
             )
-        if dtype not in DTYPE_BYTES:
+        if dtype not in PLAIN_DTYPES:
             raise AdapterError(
-                f"{folder / WEIGHTS_FILE}: {name} is {dtype}; only {', '.join(DTYPE_BYTES)} are supported"
+                f"{folder / WEIGHTS_FILE}: {name} is {dtype}; only {', '.join(PLAIN_DTYPES)} are supported"
             )
         found.setdefault(key[1], {})[key[2]] = shape
     for module, pair in found.items():

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MOST_ROWS = 256  # beyond, weights are few beside the work, and products take the way of prompts; a guess
-MOST_IN_TWO_PARTS = (
-    64  # rows; beyond, a second part costs more than it saves: docs/measurements.md#weights-of-8-and-4-bits
-)
+# Rows; beyond, a second part costs more than it saves: docs/measurements.md#weights-of-8-and-4-bits.
+MOST_IN_TWO_PARTS = 64
 PROGRAMS_OF_PARTS = 160  # that a split product over parts aims at: docs/measurements.md#weights-of-8-and-4-bits
 PROGRAMS = 256  # that a split product aims at: two on each multiprocessor of an H200; a guess
 LEAST_STEPS = 4  # along K of a part; a guess
@@ -44,8 +43,8 @@ def choose_plan(
     """None: the kernel doesn't serve these sizes. `group`: inputs that share a scale; 0: all. `by_parts`: activations,
     in bf16, may become e4m3."""
     whole = next((tile for tile in (128, 64, 32) if num_inputs % tile == 0 and group % tile == 0), None)
-    if num_rows == 1 and whole is not None and num_outputs % 64 == 0:
-        return _plan_of_one(num_outputs, num_inputs, group, whole)
+    if num_rows == 1 and not group and num_inputs % 512 == 0 and num_outputs % 16 == 0:
+        return _plan_of_one(num_inputs)
     tile_m = next(tile for tile in (16, 32, 64, 128) if num_rows <= tile or tile == 128)
     most_by_parts = MOST_IN_TWO_PARTS if group else MOST_ROWS
     if by_parts and bits == 8 and whole == 128 and num_outputs % 64 == 0 and 1 < num_rows <= most_by_parts:
@@ -79,8 +78,7 @@ def _plan_of_parts(num_rows: int, num_outputs: int, num_inputs: int, tile_m: int
     return _split(plan, num_rows, num_outputs, num_inputs, PROGRAMS_OF_PARTS)
 
 
-def _plan_of_one(num_outputs: int, num_inputs: int, group: int, whole: int) -> QuantisedPlan:
-    """One row, without tensor cores. Tiles: docs/measurements.md#weights-of-8-and-4-bits."""
-    if group or num_inputs % 512:
-        return QuantisedPlan(64, 1, whole, 1, 4, 4, PREFETCHED)
+def _plan_of_one(num_inputs: int) -> QuantisedPlan:
+    """One row, without tensor cores; not in groups, whose steps are too short for that. Tiles, and int4 in groups:
+    docs/measurements.md#weights-of-8-and-4-bits."""
     return QuantisedPlan(16, 1, 512, 1 if num_inputs < 8192 else 2, 4, 4, PREFETCHED)

@@ -12,7 +12,20 @@ from tandem.kernels.triton_kernels.common import begin, overlap
 LARGEST: tl.constexpr = tl.constexpr(448.0)
 LEAST: tl.constexpr = tl.constexpr(2.0**-100)  # smaller ones count as such where scales are powers of two
 EXPONENT: tl.constexpr = tl.constexpr(0x7F800000)  # of fp32
+LEAST_NORMAL: tl.constexpr = tl.constexpr(2.0**-6)
+HALF: tl.constexpr = tl.constexpr(1 << 19)  # half of what 3 bits of mantissa leave of fp32's 23
+GRID: tl.constexpr = tl.constexpr(1.5 * 2.0**14)  # fp32 numbers of this size are 2^-9 apart, as e4m3's subnormal ones
 TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # the least normal fp32
+
+
+@triton.jit
+def as_e4m3(numbers):
+    """fp32 numbers below the format's largest, rounded to those that e4m3 has, halves to even. A conversion there and
+    back would say so in one line, but on an H200 (Triton 3.6) what came back had lost the exponent's highest bit."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    normal = ((bits + (HALF - 1) + ((bits >> 20) & 1)) & -(2 * HALF)).to(tl.float32, bitcast=True)
+    subnormal = (numbers + GRID) - GRID
+    return tl.where(tl.abs(numbers) < LEAST_NORMAL, subnormal, normal)
 
 
 @triton.jit(do_not_specialize=["x_row"])
@@ -41,9 +54,9 @@ def quantise_rows_kernel(
         exponent = tl.maximum(largest, LEAST).to(tl.int32, bitcast=True) & EXPONENT
         scale = exponent.to(tl.float32, bitcast=True) / 128
         scaled = numbers * (1 / scale)
-        high = scaled.to(tl.float8e4nv)
-        low = ((scaled - high.to(tl.float32)) * 16).to(tl.float8e4nv)
-        tl.store(into, high, mask=columns < SIZE)
+        high = as_e4m3(scaled)
+        low = as_e4m3((scaled - high) * 16).to(tl.float8e4nv)
+        tl.store(into, high.to(tl.float8e4nv), mask=columns < SIZE)
         tl.store(into + tl.num_programs(0).to(tl.int64) * SIZE, low, mask=columns < SIZE)
     tl.store(scales + row, scale)
 
