@@ -123,6 +123,9 @@ def _read(file: Path, folder: Path) -> bytes:
                 f"{pickled} is in pickle format and is never read: save it as safetensors" if pickled else "is it one?"
             )
             raise AdapterError(f"{folder} has no {WEIGHTS_FILE}; {why}")
+        for each in (file, folder / WEIGHTS_FILE):
+            if each.exists() and not each.is_file():  # who opens a pipe waits until somebody writes
+                raise AdapterError(f"{each} can't be read: it is no regular file")
         if file.stat().st_size > MAX_CONFIG_BYTES:
             raise AdapterError(f"{file} is larger than {MAX_CONFIG_BYTES} bytes")
         return file.read_bytes()

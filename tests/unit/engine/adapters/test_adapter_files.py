@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -98,6 +99,15 @@ def test_files_that_are_none_are_refused(good: Path, tmp_path: Path) -> None:
     for path, words in ((empty, "can't be read"), (broken, "truncated or no"), (huge, "larger"), ("a\0b", "a")):
         with pytest.raises(AdapterError, match=words):
             read_adapter(str(path))
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_nobody_waits_at_a_pipe(good: Path, tmp_path: Path, name: str) -> None:
+    folder = changed(good, tmp_path / "pipe")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(AdapterError, match="no regular file"):
+        read_adapter(str(folder))
 
 
 def test_the_digest_is_of_all_that_decides_the_output(good: Path, tmp_path: Path) -> None:
