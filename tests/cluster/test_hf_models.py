@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 import pytest
-from split_pair import GREEDY, run_both_ways
+from split_pair import GREEDY, changed, run_both_ways
+from tier_nodes import always_loading, until_saved
 from tiny_adapters import merged, tiny_adapter
 from tiny_hf_models import FAMILIES, tiny_hf_model
+from waiting import wait_until
 
+from in_process_cluster import BLOCK, Client, Node, node_options
 from tandem.engine.adapters.adapter_files import read_adapter
 from tandem.engine.contracts.wire.parts import AdapterRef
-from tiny_models import check_greedy
+from tiny_models import check_greedy, random_prompt
 
 LENGTHS = (1, 17, 90, 130)
 
@@ -36,6 +40,37 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     folder = tiny_hf_model(family)
     for prompt, output in run_both_ways(folder, LENGTHS):
         check_greedy(folder, prompt, output, GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=[pytest.mark.slow] * (each != "deepseek_v3")) for each in FAMILIES]
+)
+def test_lower_tiers_and_fp8_hold_its_kv(family: str) -> None:
+    """Prompts that a small pool has forgotten come back from host memory, and what fp8 costs is measured."""
+    folder, prompts = tiny_hf_model(family), [random_prompt(length, seed=length) for length in (113, 121, 130)]
+    node = always_loading(Node(node_options("unified", folder, num_blocks=12)))
+    for prompt in prompts * 2:
+        check_greedy(folder, prompt, answered(node, prompt), 4)
+        until_saved(node)
+    assert node.process.tiers.manager.counts()["tier_host_hits"] >= sum(len(prompt) // BLOCK for prompt in prompts[:2])
+    node.stop()
+    node = Node(node_options("unified", folder, num_blocks=12, kv_cache_dtype="fp8_e4m3", kv_quality_sample_rate=1.0))
+    answered(node, prompts[0])
+    quality = node.process.quality
+    assert quality is not None
+    wait_until(lambda: quality.counters()["kv_quality_samples"] >= 3, "steps to be measured")
+    counters = quality.counters()
+    assert 1e-4 < counters["kv_quality_error"] / counters["kv_quality_samples"] < 0.5
+    node.stop()
+
+
+def answered(node: Node, prompt: list[int]) -> list[int]:
+    client = Client(node.info)
+    result = client.submit(secrets.token_hex(8), prompt, changed(GREEDY, max_tokens=4), decode=node.info)
+    client.wait(result)
+    client.close()
+    assert result.failed is None, result.failed
+    return result.output()
 
 
 @pytest.mark.parametrize(
