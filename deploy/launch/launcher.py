@@ -286,7 +286,9 @@ class Launcher:
         if not self._pools.is_due(now):
             return
         kept = [name for name, child in self._supervisor.children.items() if not child.retired]
-        added, retired = self._pools.look(self._ask_router("/metrics")[1], kept, self._supervisor.children, now)
+        routers = [name for name in self._children if name.startswith("router") and name in self._ready_lines]
+        shown = {name: self._ask_router("/metrics", name)[1] for name in routers}
+        added, retired = self._pools.look(shown, kept, self._supervisor.children, now)
         for plan in added:
             self._console.say(f"adding {plan.name}, which is lacking")
             self._plans[plan.name] = plan
@@ -301,12 +303,12 @@ class Launcher:
             del self._plans[name]
             self._forget_child(name)
 
-    def _ask_router(self, path: str) -> tuple[int, str]:
+    def _ask_router(self, path: str, name: str = "router") -> tuple[int, str]:
         """Status and body; 0 and nothing where it doesn't answer within `PROBE_S`. One that wants a client's
         certificate can't be asked: it counts as ready."""
         if self._values.get("ssl_cert_reqs") == 2:
             return 200, ""
-        connection = self._router_connection()
+        connection = self._router_connection(self._ready_lines[name])
         try:
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -316,8 +318,9 @@ class Launcher:
         finally:
             connection.close()
 
-    def _router_connection(self) -> http.client.HTTPConnection:
-        host, port = str(self._values.get("host", RouterOptions.host)), _port(self._ready_lines["router"])
+    def _router_connection(self, said: Mapping[str, Any]) -> http.client.HTTPConnection:
+        """`said`: the router's ready line, which names its host where that is another one."""
+        host, port = str(said.get("host", self._values.get("host", RouterOptions.host))), _port(said)
         host = _ANY_HOST.get(host, host)
         if not self._values.get("ssl_certfile"):
             return http.client.HTTPConnection(host, port, timeout=PROBE_S)

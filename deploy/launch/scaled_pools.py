@@ -42,13 +42,14 @@ class ScaledPools:
         return True
 
     def look(
-        self, exposition: str, kept: Sequence[str], taken: Collection[str], now: float
+        self, expositions: Mapping[str, str], kept: Sequence[str], taken: Collection[str], now: float
     ) -> tuple[list[ChildPlan], list[str]]:
-        """Nodes to add, and names of those to retire. `kept`: the children but for those that are retired already,
-        whose names, too, are `taken`. A router that says nothing changes nothing."""
+        """Nodes to add, and names of those to retire. `expositions`: the metrics of each router. `kept`: the children
+        but for those that are retired already, whose names, too, are `taken`. Routers that say nothing change
+        nothing."""
         names = {role: [name for name in kept if name.rpartition("-")[0] == role] for role in self._bounds}
         try:
-            seen = seen_in(exposition)
+            seen = seen_in(expositions)
         except ValueError:
             return [], []
         wanted = self._scaler.look(seen, {role: len(names[role]) for role in names}, now)

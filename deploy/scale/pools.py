@@ -37,14 +37,20 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a router showed: its nodes, prompts under way and those that no node has, seconds of work for prompts by
-    which somebody was late since the router began, and nodes' worth of time that what is promised leaves."""
+    """What routers showed: nodes, prompts under way and those that no node has, by router the seconds of work for
+    prompts by which somebody was late since it began, and nodes' worth of time that what is promised leaves."""
 
     nodes: Mapping[str, NodeReading]
     num_active: float = 0.0
     num_without_node: float = 0.0
-    late_work_s: float = 0.0
+    late_work_s: Mapping[str, float] = field(default_factory=dict)
     spare_nodes: float = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody has anything to do, by those routers that answered and by nodes."""
+        at_nodes = (node.figures[key] for node in self.nodes.values() for key in ("num_running", "num_waiting"))
+        return not (self.num_active or self.num_without_node or any(at_nodes))
 
 
 @dataclass
@@ -54,17 +60,16 @@ class PoolScaler:
     bounds: Mapping[str, Bounds]
     idle_s: float
     _enough_since: dict[str, float] = field(default_factory=dict)
-    _late_before: tuple[float, float] | None = None  # late_work_s, and when
+    _late_before: tuple[Mapping[str, float], float] = field(default=({}, 0.0))  # late_work_s, and when
 
     def look(self, seen: Seen, sizes: Mapping[str, int], now: float) -> dict[str, int]:
         """The new sizes of those pools that are to change. `sizes`: what is asked for now, whether it is there or not;
         `now`: monotonic seconds."""
         lacking = self._lacking(seen, now)
-        is_idle = not (seen.num_active or seen.num_without_node)
         changes = {}
         for role, bounds in self.bounds.items():
             size = sizes[role]
-            wanted = 0 if is_idle else max(1, self._wanted(role, seen, size, lacking))
+            wanted = 0 if seen.is_idle else max(1, self._wanted(role, seen, size, lacking))
             wanted = bounds.within(wanted)
             if wanted >= size:
                 self._enough_since.pop(role, None)
@@ -84,8 +89,8 @@ class PoolScaler:
         return math.ceil(need - TOLERATED)
 
     def _lacking(self, seen: Seen, now: float) -> float:
-        """Nodes that were lacking since the look before: work by which somebody is late, a second."""
-        before, self._late_before = self._late_before, (seen.late_work_s, now)
-        if before is None or now <= before[1]:
-            return 0.0
-        return max(0.0, seen.late_work_s - before[0]) / (now - before[1])
+        """Nodes that were lacking since the look before: work by which somebody is late, a second. A router that was
+        not seen then, or has begun anew, counts from now."""
+        (before, then), self._late_before = self._late_before, (seen.late_work_s, now)
+        late_s = sum(max(0.0, late - before.get(router, late)) for router, late in seen.late_work_s.items())
+        return late_s / (now - then) if late_s and now > then else 0.0

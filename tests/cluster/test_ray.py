@@ -100,7 +100,14 @@ def test_a_pool_grows_goes_to_zero_and_comes_back(hosts: Any, tmp_path: Path) ->
     model = tiny_model("llama")
     secret = tmp_path / "secret"
     secret.write_text("a secret of the cluster, long enough")
-    options = ("--elastic=1", "--elastic-max=2", "--pool-min=0", "--pool-idle-s=5", "--max-num-seqs=2")
+    options = (
+        "--elastic=1",
+        "--elastic-max=2",
+        "--pool-min=0",
+        "--pool-idle-s=5",
+        "--max-num-seqs=2",
+        "--ray-routers=1",
+    )
     where = (f"--cluster-secret-file={secret}", "--device=cpu", f"--ray={cluster.address}", "--node-wait-s=300")
 
     def num_nodes() -> int:
@@ -119,7 +126,9 @@ def test_a_pool_grows_goes_to_zero_and_comes_back(hosts: Any, tmp_path: Path) ->
         wait_until(lambda: num_nodes() == 0, "an idle cluster to go to zero", 4 * PATIENCE_S)
         assert httpx.get(f"{served.url}/ready").status_code == 503
         body = {"model": model.name, "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
-        answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=300)
+        other = re.search(r"router-1 at (\S+)", served.log())
+        assert other is not None
+        answer = httpx.post(f"http://{other[1]}/v1/completions", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 4
 

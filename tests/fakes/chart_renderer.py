@@ -28,7 +28,7 @@ def render_chart(chart: Path, values: Mapping[str, Any], release: str = "demo") 
     dot = {
         "Values": merged,
         "Chart": {"AppVersion": facts["appVersion"], "Name": facts["name"]},
-        "Release": {"Name": release, "Service": "Helm"},
+        "Release": {"Name": release, "Namespace": "default", "Service": "Helm"},
     }
     defined: dict[str, list[str]] = {}
     files = sorted((chart / "templates").glob("*"), key=lambda file: file.suffix != ".tpl")  # definitions first
@@ -73,6 +73,7 @@ class _Template:
             "toYaml": lambda value: yaml.safe_dump(value, default_flow_style=False).rstrip().removesuffix("\n..."),
             "nindent": lambda num, text: "\n" + "\n".join(" " * num + line for line in text.splitlines()),
             "not": lambda value: not value,
+            "eq": lambda value, other: value == other,
             "add": lambda *values: sum(values),
             "div": lambda value, by: value // by,
         }

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
 from chart_renderer import RequiredValueError, render_chart
+from documented import blocks
 from waiting import PATIENCE_S
 
-from tandem.deploy.cli import make_parser
+from tandem.deploy.cli import SCALE_OPTIONS, filled, make_parser
+from tandem.deploy.observe.names import asked_for, series
 from tandem.deploy.options import KNOWN_NAMES
-from tandem.router.metrics.catalog import NODE_METRICS
+from tandem.deploy.scale.command import pools_of
+from tandem.deploy.scale.pools import Bounds
 
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "deploy" / "helm" / "tandem"
@@ -40,7 +43,13 @@ FULL = {
     "networkPolicy": {"routerFrom": [{"namespaceSelector": {"matchLabels": {"name": "apps"}}}]},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
 }
-SETTINGS = {"least": KEY, "full": FULL, "other key": {"clusterSecret": {"existingSecret": "mine"}}}
+SCALER = {**FULL, "autoscaling": {"by": "tandem", "scaler": {"args": ["--dry-run"]}}}
+SETTINGS = {
+    "least": KEY,
+    "full": FULL,
+    "scaler": SCALER,
+    "other key": {"clusterSecret": {"existingSecret": "mine"}, "autoscaling": {"by": "tandem"}},
+}
 
 
 def objects(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -59,7 +68,9 @@ def container(deployment: dict[str, Any]) -> Any:
 def test_objects_have_kubernetes_schemas(values: dict[str, Any]) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     for each in objects(values):
-        if "." not in each["apiVersion"].partition("/")[0] or each["apiVersion"].startswith(("policy", "networking")):
+        if "." not in each["apiVersion"].partition("/")[0] or each["apiVersion"].startswith(
+            ("policy", "networking", "rbac")
+        ):
             validate.validate(each, VERSION, strict=True)
         else:
             assert each["kind"] in ("ScaledObject", "ServiceMonitor"), "others have no schema here"
@@ -91,7 +102,7 @@ def test_a_router_that_holds_requests_gets_some_without_nodes() -> None:
 @pytest.mark.parametrize("values", SETTINGS.values(), ids=SETTINGS)
 def test_every_container_starts_a_command_with_options_that_there_are(values: dict[str, Any]) -> None:
     found = [container(each) for each in objects(values) if each["kind"] == "Deployment"]
-    ours = [each for each in found if each["name"] != "redis"]
+    ours = [each for each in found if each["name"] not in ("redis", "scaler")]
     assert {each["args"][0] for each in ours} == {"router", "prefill", "decode"}
     for each in ours:
         make_parser().parse_args([word.replace("$(POD_IP)", "10.0.0.1") for word in each["args"]])
@@ -101,7 +112,7 @@ def test_every_container_starts_a_command_with_options_that_there_are(values: di
         mounted = {mount["name"] for mount in each["volumeMounts"]}
         assert "cluster-key" in mounted
     for each in objects(values):
-        if each["kind"] == "Deployment" and each["metadata"]["name"] != "demo-redis":
+        if each["kind"] == "Deployment" and each["metadata"]["name"] not in ("demo-redis", "demo-scaler"):
             pod = each["spec"]["template"]["spec"]
             volumes = {volume["name"] for volume in pod["volumes"]}
             assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes
@@ -127,12 +138,40 @@ def test_selectors_find_the_pods_that_they_mean() -> None:
 def test_pools_are_scaled_by_metrics_that_nodes_report() -> None:
     scaled = by_kind(FULL, "ScaledObject")
     assert set(scaled) == {"demo-prefill", "demo-decode"}
-    series = {metric.series for metric in NODE_METRICS}
     for name, each in scaled.items():
         assert "replicas" not in by_kind(FULL, "Deployment")[name]["spec"], "two would decide"
         for trigger in each["spec"]["triggers"]:
             query = trigger["metadata"]["query"]
-            assert set(re.findall(r"(?:tandem|vllm)[\w:]+", query)) <= series, query
-            assert f'role="{name.removeprefix("demo-")}"' in query
+            assert set() < asked_for(query) <= series(), query
+            assert trigger["name"] == "requests" or f'role="{name.removeprefix("demo-")}"' in query
             assert float(trigger["metadata"]["threshold"]) > 0
-    assert by_kind(KEY, "ScaledObject") == {}
+    assert by_kind(KEY, "ScaledObject") == by_kind(SCALER, "ScaledObject") == by_kind(FULL, "Role") == {}
+
+
+def test_a_scaler_of_ours_may_size_its_pools_and_nothing_else() -> None:
+    scaler = by_kind(SCALER, "Deployment")["demo-scaler"]["spec"]["template"]["spec"]
+    words = scaler["containers"][0]["args"]
+    given = filled(SCALE_OPTIONS, make_parser().parse_args(words))
+    names, bounds = pools_of(given.pool)
+    assert names == {"prefill": "demo-prefill", "decode": "demo-decode"}
+    assert bounds == {role: Bounds(1, 8) for role in names}
+    assert (given.idle_s, given.dry_run) == (300.0, True)
+    (rule,) = by_kind(SCALER, "Role")["demo-scaler"]["rules"]
+    assert sorted(rule.pop("resourceNames")) == sorted(names.values())
+    (said,) = yaml.safe_load(blocks("yaml", "docs/scaling.md")[0].text)["rules"]
+    assert {**said, "resourceNames": []} == {**rule, "resourceNames": []}, "the page says the same"
+    binding, account = (by_kind(SCALER, kind)["demo-scaler"] for kind in ("RoleBinding", "ServiceAccount"))
+    assert binding["roleRef"]["name"] == binding["subjects"][0]["name"] == account["metadata"]["name"]
+    assert scaler["serviceAccountName"] == account["metadata"]["name"]
+    assert "automountServiceAccountToken" not in scaler
+    routers = by_kind(SCALER, "Service")[urlsplit(given.url).hostname]["spec"]
+    assert routers["clusterIP"] == "None", "so that its name has the address of each router"
+    router = by_kind(SCALER, "Deployment")["demo-router"]["spec"]["template"]
+    assert routers["selector"].items() <= router["metadata"]["labels"].items()
+    assert container(by_kind(SCALER, "Deployment")["demo-router"])["ports"][0]["containerPort"] == 8000
+    assert urlsplit(given.url).port == 8000
+    labels = by_kind(SCALER, "Deployment")["demo-scaler"]["spec"]["template"]["metadata"]["labels"]
+    (rule,) = by_kind(SCALER, "NetworkPolicy")["demo-router"]["spec"]["ingress"]
+    assert any(
+        peer.get("podSelector", {}).get("matchLabels", {"": ""}).items() <= labels.items() for peer in rule["from"]
+    )

@@ -18,6 +18,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 enableServiceLinks: false
 automountServiceAccountToken: false
 terminationGracePeriodSeconds: {{ add .Values.drainSeconds 60 }}
+{{- include "tandem.podSecurity" . | nindent 0 }}
+{{- end }}
+
+{{- define "tandem.podSecurity" -}}
 securityContext:
   runAsNonRoot: true
   runAsUser: 1000
@@ -27,6 +31,17 @@ securityContext:
 {{- if .Values.imagePullSecrets }}
 imagePullSecrets:
   {{- toYaml .Values.imagePullSecrets | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- /* The options that name the pools which `tandem scale` sizes; empty where it doesn't. */ -}}
+{{- define "tandem.scaled" -}}
+{{- if eq .Values.autoscaling.by "tandem" }}
+{{- range $name, $pool := .Values.pools }}
+{{- if $pool.autoscaling.enabled }}
+- --pool={{ $pool.role }}={{ $.Release.Name }}-{{ $name }}:{{ $pool.autoscaling.min }}:{{ $pool.autoscaling.max }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end }}
 

@@ -76,7 +76,8 @@ def test_an_idle_cluster_goes_to_zero_and_a_request_that_waits_brings_it_back() 
 
 def test_nodes_that_do_all_work_go_by_what_is_promised_too() -> None:
     def seen(late_work_s: float, spare: float) -> Seen:
-        return Seen({"n": node("unified")}, num_active=1.0, late_work_s=late_work_s, spare_nodes=spare)
+        late = {"r": late_work_s, f"new at {late_work_s + spare}": 99.0}  # of one that was not seen before: no news
+        return Seen({"n": node("unified")}, num_active=1.0, late_work_s=late, spare_nodes=spare)
 
     scaler = PoolScaler({"unified": Bounds(1, 9)}, IDLE_S)
     assert scaler.look(seen(5.0, 0.0), {"unified": 2}, 0.0) == {}
@@ -92,11 +93,22 @@ def test_a_router_s_metrics_are_read() -> None:
     view = NodeView(NodeInfo(node_id="d", epoch=1, role="decode", model_name="m"), status)
     metrics = RouterMetrics(lambda: [view], lambda: dict.fromkeys(FIGURES, 3.0))
     metrics.waiting.set(5)
-    seen = seen_in(metrics.exposition().decode())
-    assert (seen.num_without_node, seen.late_work_s, seen.spare_nodes) == (5, 3, 3)
+    other = RouterMetrics(list, lambda: dict.fromkeys(FIGURES, 2.0))
+    other.active.set(7)
+    seen = seen_in({"a": metrics.exposition().decode(), "b": other.exposition().decode(), "away": ""})
+    assert (seen.num_without_node, seen.num_active) == (5, 7)
+    assert (seen.late_work_s, seen.spare_nodes) == ({"a": 3, "b": 2}, 2)
     assert (seen.nodes["d"].role, seen.nodes["d"].figures["num_waiting"]) == ("decode", 9)
     with pytest.raises(ValueError, match="not the metrics of a router"):
-        seen_in("up 1\n")
+        seen_in({"a": "up 1\n"})
+    with pytest.raises(ValueError, match="not the metrics of a router"):
+        seen_in({"a": "", "b": ""})
+
+
+def test_nodes_that_have_requests_are_not_idle_whichever_router_s_they_are() -> None:
+    scaler = PoolScaler({"decode": Bounds(0, 2)}, 0.0)
+    assert scaler.look(Seen({"d": node("decode", num_running=1.0)}), {"decode": 1}, 0.0) == {}
+    assert scaler.look(Seen({"d": node("decode")}), {"decode": 1}, 0.0) == {"decode": 0}
 
 
 def test_the_launcher_s_pools_add_free_names_and_retire_the_newest() -> None:
@@ -109,10 +121,10 @@ def test_the_launcher_s_pools_add_free_names_and_retire_the_newest() -> None:
     status = Status(node_id="d", epoch=1, num_waiting=14)
     full = RouterMetrics(lambda: [NodeView(NodeInfo(node_id="d", epoch=1, role="decode"), status)])
     full.active.set(1)
-    added, retired = pools.look(full.exposition().decode(), kept, [*kept, "decode-1"], 0.0)
+    added, retired = pools.look({"router": full.exposition().decode()}, kept, [*kept, "decode-1"], 0.0)
     assert ([plan.name for plan in added], retired) == (["decode-3", "decode-4"], [])
     assert {(plan.node_id == plan.name, plan.is_local) for plan in added} == {(True, False)}
-    pools.look(metrics.exposition().decode(), kept, kept, 10.0)
-    assert pools.look(metrics.exposition().decode(), kept, kept, 12.0) == ([], ["decode-2"])
-    assert pools.look("", kept, kept, 20.0) == ([], [])
+    pools.look({"router": metrics.exposition().decode(), "router-1": ""}, kept, kept, 10.0)
+    assert pools.look({"router": metrics.exposition().decode(), "router-1": ""}, kept, kept, 12.0) == ([], ["decode-2"])
+    assert pools.look({"router": ""}, kept, kept, 20.0) == ([], [])
     assert ScaledPools.of({"prefill": 1, "decode": 1}) is None
