@@ -154,15 +154,16 @@ def test_it_is_dark_where_the_system_is(page: Page) -> None:
     page.wait_for(f"{colour} !== {light!r}")
 
 
-def test_it_fits_a_phone(page: Page) -> None:
-    page.resize(360, 740, mobile=True, scale=2)
-    page.wait_for("document.querySelector('#topology svg').getAttribute('width') < 360")
-    beyond = "e.getBoundingClientRect().right > 360 && !e.closest('.scrolls')"
+@pytest.mark.parametrize("width", [360, 820])
+def test_it_fits_a_phone_and_a_tablet(page: Page, width: int) -> None:
+    page.resize(width, 740, mobile=True, scale=2)
+    page.wait_for(f"document.querySelector('#topology svg').getAttribute('width') < {width}")
+    beyond = f"e.getBoundingClientRect().right > {width} && !e.closest('.scrolls')"
     assert page.evaluate(f"[...document.querySelectorAll('main *')].filter(e => {beyond}).map(e => e.outerHTML)") == []
-    assert width_of(page) <= 360
+    assert width_of(page) <= width
     page.click("#recent tbody button.link")
     page.wait_for("document.querySelectorAll('.waterfall li').length > 2")
-    assert width_of(page) <= 360
+    assert width_of(page) <= width
     assert page.evaluate("document.querySelector('#story').scrollWidth <= document.querySelector('#story').clientWidth")
     page.press(*ESCAPE)
     page.resize(1280, 900)
