@@ -167,7 +167,9 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "middleware": _refused("put a proxy in front"),
     "root_path": _refused("put a proxy in front that strips it"),
     "allowed_local_media_path": _refused("send a data: URL; no files of the server are read"),
-    "enable_expert_parallel": _refused_flag("experts are not spread over GPUs"),
+    "enable_expert_parallel": _refused_flag(
+        "whole experts are not spread over GPUs; --tensor-parallel-size gives each GPU a share of every expert"
+    ),
     "speculative_config": _refused("no tokens are guessed ahead"),
     "kv_transfer_config": _refused("--prefill N --decode M start nodes that hand KV over; --transport says how"),
     "mm_processor_kwargs": _refused("set them in preprocessor_config.json, in the model's folder"),

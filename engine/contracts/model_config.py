@@ -8,7 +8,7 @@ transformers.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -26,6 +26,8 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 # Fields that change what transformers computes, stores or loads in any architecture -> what the user can do.
 REFUSED_IF_SET = {
@@ -106,12 +108,54 @@ class _Qwen3(_Qwen2, kw_only=True):
     attention_bias: bool = False
 
 
-FIELDS: dict[str, type[_Llama | _Mistral | _Qwen2]] = {
+class _Experts(_Fields, kw_only=True):
+    """The fields of a mixture. The number of experts has two names, which transformers takes for one."""
+
+    num_experts: Count | UnsetType = UNSET
+    num_local_experts: Count | UnsetType = UNSET
+    num_experts_per_tok: Count
+    sliding_window: Size | None = None
+    layer_types: list[str] | None = None
+
+
+class _Mixtral(_Experts, kw_only=True):
+    default_theta: ClassVar[float] = 1e6
+    num_key_value_heads: Size = 8
+    num_experts_per_tok: Count = 2
+    eos_token_id: TokenIds = 2
+
+
+class _Qwen3Moe(_Experts, kw_only=True):
+    num_key_value_heads: Size = 4
+    head_dim: Size | UnsetType = UNSET
+    num_experts_per_tok: Count = 8
+    attention_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: Size | None = 4096
+    moe_intermediate_size: Size = 768
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Count = 1
+    mlp_only_layers: list[int] | None = None
+
+
+FIELDS: dict[str, type[_Llama | _Mistral | _Qwen2 | _Experts]] = {
     "llama": _Llama,
     "mistral": _Mistral,
     "qwen2": _Qwen2,
     "qwen3": _Qwen3,
+    "mixtral": _Mixtral,
+    "qwen3_moe": _Qwen3Moe,
 }
+
+
+class MixtureConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers' MLPs that are mixtures of experts: `width` columns each, of which a token takes the best `top_k`."""
+
+    num_experts: int
+    top_k: int
+    width: int
+    renormalises: bool = True
+    dense_layers: tuple[int, ...] = ()  # these have an MLP of `intermediate_size` instead
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +184,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_id: int | None = None
     blocksparse: BlockSparseLayers | None = None
     quantisation: Quantisation | None = None
+    mixture: MixtureConfig | None = None
 
     @property
     def encoder(self) -> None:
@@ -194,7 +239,7 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
         raise ValueError(f"{fields.num_attention_heads} query heads can't share {num_kv_heads} KV heads")
     if fields.hidden_act not in ("silu", "swish"):
         raise ValueError(f"hidden_act {fields.hidden_act!r} is not supported; supported: silu")
-    bias = isinstance(fields, _Llama | _Qwen3) and fields.attention_bias
+    bias = isinstance(fields, _Llama | _Qwen3 | _Qwen3Moe) and fields.attention_bias
     window, layers = _sliding(fields)
     rope = read_rope(fields)
     return ModelConfig(
@@ -212,7 +257,7 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
         qkv_bias=architecture == "qwen2" or bias,
         o_bias=bias,
         mlp_bias=isinstance(fields, _Llama) and fields.mlp_bias,
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in ("qwen3", "qwen3_moe"),
         sliding_window=window,
         sliding_layers=layers,
         tie_word_embeddings=fields.tie_word_embeddings,
@@ -221,6 +266,28 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
         bos_token_id=fields.bos_token_id,
         blocksparse=fields.blocksparse_params,
         quantisation=read_quantisation(raw),
+        mixture=_mixture(fields) if isinstance(fields, _Experts) else None,
+    )
+
+
+def _mixture(fields: _Experts) -> MixtureConfig:
+    """Raises ValueError."""
+    named = {count for count in (fields.num_experts, fields.num_local_experts) if count is not UNSET}
+    if len(named) > 1:
+        raise ValueError("num_experts and num_local_experts differ; take one of them out")
+    num_experts = named.pop() if named else 8 if isinstance(fields, _Mixtral) else 128
+    assert isinstance(num_experts, int)
+    if fields.num_experts_per_tok > num_experts:
+        raise ValueError(f"num_experts_per_tok {fields.num_experts_per_tok} is more than the {num_experts} experts")
+    if not isinstance(fields, _Qwen3Moe):
+        return MixtureConfig(num_experts=num_experts, top_k=fields.num_experts_per_tok, width=fields.intermediate_size)
+    step, dense = fields.decoder_sparse_step, set(fields.mlp_only_layers or ())
+    return MixtureConfig(
+        num_experts=num_experts,
+        top_k=fields.num_experts_per_tok,
+        width=fields.moe_intermediate_size,
+        renormalises=fields.norm_topk_prob,
+        dense_layers=tuple(i for i in range(fields.num_hidden_layers) if i in dense or (i + 1) % step),
     )
 
 
@@ -265,12 +332,16 @@ def _dtype(fields: _Fields) -> str:
     return dtype
 
 
-def _sliding(fields: _Llama | _Mistral | _Qwen2) -> tuple[int | None, tuple[bool, ...]]:
+def _sliding(fields: _Llama | _Mistral | _Qwen2 | _Experts) -> tuple[int | None, tuple[bool, ...]]:
     """The window in tokens, and for each layer whether it has the window (empty: all do). Raises ValueError."""
     if isinstance(fields, _Mistral):
         if fields.layer_types is not UNSET:
             raise ValueError("layer_types makes a mistral model a ministral one, which is not supported")
         return fields.sliding_window, ()
+    if isinstance(fields, _Experts):
+        if fields.layer_types is not None:
+            raise ValueError("layer_types is not supported beside experts: all layers attend alike; take it out")
+        return None if isinstance(fields, _Qwen3Moe) and not fields.use_sliding_window else fields.sliding_window, ()
     types, num_layers = fields.layer_types, fields.num_hidden_layers
     if types is not None and (len(types) != num_layers or not set(types) <= set(LAYER_TYPES)):
         raise ValueError(f"layer_types must say {' or '.join(LAYER_TYPES)} {num_layers} times")

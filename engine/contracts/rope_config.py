@@ -6,7 +6,7 @@ both do, transformers takes `rope_scaling` whole and forgets the other, base inc
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -48,6 +48,7 @@ class RopeConfig(msgspec.Struct, frozen=True):
 class RopeFields(msgspec.Struct, kw_only=True):
     """The fields of config.json itself that have to do with rotary embeddings."""
 
+    default_theta: ClassVar[float] = DEFAULT_THETA
     max_position_embeddings: Length
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
@@ -131,7 +132,7 @@ def _yarn(fields: RopeFields, given: _Given, name: str, theta: float) -> RopeCon
 
 
 def _theta(fields: RopeFields, given: _Given, name: str) -> float:
-    beside = DEFAULT_THETA if fields.rope_theta is UNSET else fields.rope_theta
+    beside = fields.default_theta if fields.rope_theta is UNSET else fields.rope_theta
     theta = beside if given.rope_theta is UNSET else given.rope_theta
     if theta is None:
         raise ValueError("rope_theta is null; name the base, or take the field out for 10000")

@@ -46,8 +46,11 @@ def decoder_sites(config: ModelConfig, shard: Shard) -> tuple[Site, ...]:
         "mlp.down_proj": (inner, {"down_proj": hidden}),
     }
     sites = []
+    dense = range(config.num_layers) if config.mixture is None else config.mixture.dense_layers
     for layer in range(config.num_layers):
         for name, (inputs, outputs) in merged.items():
+            if name.startswith("mlp") and layer not in dense:
+                continue  # experts take no adapters
             block = f"model.layers.{layer}.{name.partition('.')[0]}"
             parts = [
                 SitePart(f"{block}.{part}", size, inputs, shard.cut(f"{block}.{part}.weight", config))

@@ -47,6 +47,8 @@ def load_config(folder: Path, options: ModelOptions) -> ModelConfig | HFConfig:
 def _with_quantisation(config: ModelConfig, asked: str) -> ModelConfig:
     """Raises ConfigError where the checkpoint is not what the option says."""
     found = config.quantisation
+    if config.mixture is not None and (found is not None or asked != "auto"):
+        raise ConfigError("quantised experts are not supported: use a checkpoint in bf16, and leave --quantization out")
     if asked == "auto" or (found is not None and asked == found.method):
         return config
     if asked == "fp8" and found is None:

@@ -1,4 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3, in plain PyTorch over tandem's attention.
+"""One decoder for Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE, in plain PyTorch over tandem's attention.
 
 Legend: T tokens of the step (all sequences one after another), E hidden size, H query heads, K KV heads, D head_dim,
 V vocabulary. Projections are merged: QKV into one matrix, gate and up into one.
@@ -18,6 +18,7 @@ from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.contracts.weights.quantisation import Quantisation
 from tandem.engine.models.adapter_sites import Site, decoder_sites
 from tandem.engine.models.compiled import compiled
+from tandem.engine.models.mixture_layer import MixtureOfExperts
 from tandem.engine.models.rope import RotaryEmbedding
 from tandem.engine.models.stored_layers import empty_weight
 from tandem.engine.parallel.group import TensorParallel
@@ -202,7 +203,9 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
         self.self_attn = SelfAttention(config, layer, backend)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
-        self.mlp = MLP(config)
+        mixture = config.mixture
+        is_dense = mixture is None or layer in mixture.dense_layers
+        self.mlp = MLP(config) if is_dense or mixture is None else MixtureOfExperts(config.hidden_size, mixture)
 
     def forward(
         self,
@@ -219,16 +222,18 @@ class DecoderLayer(nn.Module):
         else:
             attended = self.self_attn.forward_wanted(normed, positions_T, cos_sin, wanted)
             residual_TE = residual_TE[wanted.index]
-        return self.mlp(self.post_attention_layernorm(attended, residual_TE)), residual_TE
+        added: torch.Tensor = self.mlp(self.post_attention_layernorm(attended, residual_TE))
+        return added, residual_TE
 
     def forward_few_rows(self, residual_RE: torch.Tensor, positions_R: torch.Tensor, cos_sin: torch.Tensor) -> None:
         """`forward` of a decode step of few rows, in place: each product is fused with the operations around it."""
         self.self_attn.forward_few_rows(residual_RE, self.input_layernorm, positions_R, cos_sin)
+        assert isinstance(self.mlp, MLP)
         self.mlp.forward_few_rows(residual_RE, self.post_attention_layernorm)
 
     def few_rows_products(self) -> tuple[tuple[int, int], ...]:
         """(outputs, inputs) of the products of `forward_few_rows`; none if it can't be called."""
-        if not self.mlp.is_grouped:
+        if not isinstance(self.mlp, MLP) or not self.mlp.is_grouped:
             return ()
         blocks = self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj
         if any(block.quantised is not None for block in blocks):
@@ -310,7 +315,7 @@ class DecoderModel(nn.Module):
                 module.group()
         first = self.layers[0]
         assert isinstance(first, DecoderLayer)
-        self._few_rows_products = first.few_rows_products()
+        self._few_rows_products = () if self.config.mixture else first.few_rows_products()
 
     def adapter_sites(self) -> tuple[Site, ...]:
         """The products that adapters may be added to, as this rank computes them."""
@@ -362,6 +367,11 @@ class DecoderModel(nn.Module):
         """Has torch.compile make all but attention, when a pass first runs. Raises ConfigError for what can't be."""
         if self.group is not None or any(isinstance(each, Linear) and each.adapters for each in self.modules()):
             raise ConfigError("--compile goes neither with --tensor-parallel-size nor --enable-lora: leave one out")
+        if self.config.mixture is not None:
+            raise ConfigError(
+                "--compile doesn't go with experts, whose kernels it would not use: leave it out, or take --model-impl "
+                "transformers"
+            )
         if self.config.quantisation is not None:
             raise ConfigError(
                 "--compile doesn't go with quantised weights, whose kernels it would not use: leave it out"

@@ -11,11 +11,11 @@ CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}  # elements hashed at once: what fits 
 
 
 def fill_with_noise(name: str, parameter: torch.Tensor) -> None:
-    """Norms 1, biases 0, matrices [out, in] uniform with variance 1 / in: activations neither vanish nor overflow."""
+    """Norms 1, biases 0, matrices [..., out, in] uniform with variance 1 / in: activations keep their size."""
     if parameter.dim() == 1:
         parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     else:
-        _fill_uniform(parameter.view(-1), name, math.sqrt(3.0 / parameter.shape[1]))
+        _fill_uniform(parameter.view(-1), name, math.sqrt(3.0 / parameter.shape[-1]))
 
 
 def _fill_uniform(flat_N: torch.Tensor, name: str, bound: float) -> None:

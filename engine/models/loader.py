@@ -15,6 +15,7 @@ from tandem.engine.models import quantised_layers
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.dummy_weights import fill_with_noise
 from tandem.engine.models.load_meter import LoadMeter
+from tandem.engine.models.mixture_layer import mixture_parts
 from tandem.engine.models.quantised_layers import part_rows
 from tandem.engine.models.weights import StoredTensor, check_weights
 from tandem.engine.parallel.group import TensorParallel
@@ -126,5 +127,7 @@ def _own_targets(model: DecoderModel) -> dict[str, torch.Tensor]:
 
 def _parts(name: str, parameter: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:
     """Checkpoint name -> the part of `parameter` that it fills: all of it, or one of what is merged into it."""
+    if config.mixture is not None and (parts := mixture_parts(name, parameter, config.architecture)):
+        return parts
     runs = part_rows(name, len(parameter), config)
     return {part: parameter[start:stop] for part, (start, stop) in runs.items()}

@@ -1,9 +1,9 @@
 """Which part of a model a rank of a tensor-parallel node holds. No torch.
 
-Query heads, MLP columns and vocabulary rows of the output matrix are shared out in equal runs. KV heads too; when
-there are fewer than ranks, neighbouring ranks hold copies of the same head. Each layer's output and down projections
-are cut along their inputs, so their products are parts of a sum over ranks (Megatron-LM, arXiv 1909.08053). Embedding
-and norms are whole everywhere.
+Query heads, MLP columns (of every expert, too) and vocabulary rows of the output matrix are shared out in equal runs.
+KV heads too; when there are fewer than ranks, neighbouring ranks hold copies of the same head. Each layer's output and
+down projections are cut along their inputs, so their products are parts of a sum over ranks (Megatron-LM, arXiv
+1909.08053). Embedding, norms and routers are whole everywhere.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import msgspec
 
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_config import ModelConfig
+
+MIXTRALS = ("w1", "w2", "w3")  # its experts' gate, down and up
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,14 @@ class Shard:
     def config(self, config: ModelConfig) -> ModelConfig:
         """The model that this rank computes: its heads and MLP columns. Raises ConfigError when shares are unequal."""
         self._check(config)
-        sparse = config.blocksparse
+        sparse, mixture = config.blocksparse, config.mixture
         return msgspec.structs.replace(
             config,
             blocksparse=None if sparse is None else msgspec.structs.replace(sparse, tp_rank=self.rank),
             num_heads=config.num_heads // self.size,
             num_kv_heads=self.num_kv_heads(config.num_kv_heads),
             intermediate_size=config.intermediate_size // self.size,
+            mixture=mixture and msgspec.structs.replace(mixture, width=mixture.width // self.size),
         )
 
     def num_kv_heads(self, num_all: int) -> int:
@@ -59,13 +62,14 @@ class Shard:
             start, stop = self._run(config.num_heads * config.head_dim)
         elif part in ("k_proj", "v_proj"):
             start, stop = self._kv_rows(config)
-        elif part in ("gate_proj", "up_proj", "down_proj"):
-            start, stop = self._run(config.intermediate_size)
+        elif part in ("gate_proj", "up_proj", "down_proj", *MIXTRALS):
+            is_expert = config.mixture is not None and ".experts." in name
+            start, stop = self._run(config.mixture.width if is_expert and config.mixture else config.intermediate_size)
         elif part == "lm_head":
             start, stop = self.vocab(config)
         else:
             return None
-        if part in ("o_proj", "down_proj"):
+        if part in ("o_proj", "down_proj", "w2"):
             return None if name.endswith("bias") else Cut(1, start, stop)
         return Cut(0, start, stop)
 
@@ -88,6 +92,8 @@ class Shard:
             "MLP columns": config.intermediate_size,
             "vocabulary entries": config.vocab_size,
         }
+        if config.mixture is not None:
+            shared_out["columns of an expert"] = config.mixture.width
         for what, count in shared_out.items():
             if count % self.size:
                 raise ConfigError(f"--tensor-parallel-size {self.size} does not divide the model's {count} {what}")

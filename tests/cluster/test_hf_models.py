@@ -1,4 +1,5 @@
-"""Models that run by transformers' modules: greedy tokens equal transformers', on one node and split over two."""
+"""Models that run by transformers' modules, and mixtures of experts that run by ours: greedy tokens equal
+transformers', on one node and split over two."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ from waiting import wait_until
 from in_process_cluster import BLOCK, Client, Node, node_options
 from tandem.engine.adapters.adapter_files import read_adapter
 from tandem.engine.contracts.wire.parts import AdapterRef
-from tiny_models import check_greedy, random_prompt
+from tiny_models import check_greedy, random_prompt, tiny_model
 
 LENGTHS = (1, 17, 90, 130)
 
 
 RARER = ("phi", "granite", "deepseek_v2")  # like others of the list
+OURS = ("mixtral", "qwen3_moe")  # these run by modules of our own
 # What an adapter of each is for; "all-linear" of PEFT would say as much.
 ADAPTED = {
     "gpt2": ("c_attn", "c_proj", "c_fc"),
@@ -34,12 +36,19 @@ ADAPTED = {
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[pytest.mark.slow] * (each in RARER)) for each in FAMILIES]
+    "family", [pytest.param(each, marks=[pytest.mark.slow] * (each in RARER)) for each in FAMILIES if each not in OURS]
 )
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     folder = tiny_hf_model(family)
     for prompt, output in run_both_ways(folder, LENGTHS):
         check_greedy(folder, prompt, output, GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_greedy_tokens_of_mixtures_of_experts(kind: str) -> None:
+    """Of Qwen3-MoE's layers one has a plain MLP."""
+    for prompt, output in run_both_ways(tiny_model(kind), LENGTHS):
+        check_greedy(tiny_model(kind), prompt, output, GREEDY.max_tokens)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ import torch
 from model_logits import CPU, logits_in_chunks
 
 from tandem.engine.contracts.errors import CheckpointError
-from tandem.engine.contracts.model_config import load_model_config
+from tandem.engine.contracts.model_config import ModelConfig, load_model_config
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.loader import _targets
+from tandem.engine.models.mixture_layer import mixture_parts
 
 LENGTH = 48  # tokens of the prompt: longer than the windows and trained lengths that the cases name
 TOLERANCE = 1e-4  # of the largest logit
@@ -44,6 +45,20 @@ BASES: dict[str, dict[str, Any]] = {
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 5, **_COMMON},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], **_QWEN, **_COMMON},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False, **_QWEN, **_COMMON},
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+BASES["mixtral"] = {"architectures": ["MixtralForCausalLM"], "sliding_window": 5, **_EXPERTS, **_COMMON}
+BASES["qwen3_moe"] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": 5,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    **_EXPERTS,
+    **_COMMON,
 }
 for _name, _base in BASES.items():
     _base["model_type"] = _name
@@ -88,7 +103,7 @@ def judge(raw: Mapping[str, Any], folder: Path) -> Verdict:
     except Exception as error:  # whatever it raises: it does not compute this file
         return Verdict(error=f"{type(error).__name__}: {error}")
     ours = DecoderModel(config, torch.float32, CPU)
-    targets, weights = _targets(ours, config), dict(theirs.named_parameters())
+    targets, weights = _targets(ours, config), _as_stored(theirs, config)
     if {name: part.shape for name, part in targets.items()} != {name: one.shape for name, one in weights.items()}:
         return Verdict(error="transformers' model has other parameters")
     for name, target in targets.items():
@@ -98,6 +113,15 @@ def judge(raw: Mapping[str, Any], folder: Path) -> Verdict:
     # Once in one step and once in two: transformers alone may take those for different models.
     distances = [float((actual - logits).abs().max() / logits.abs().max()) for logits in expected]
     return Verdict(distance=max(distances, key=lambda distance: (distance != distance, distance)))
+
+
+def _as_stored(theirs: torch.nn.Module, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """transformers' parameters by their names in checkpoints, which have experts one by one."""
+    weights: dict[str, torch.Tensor] = {}
+    for name, parameter in theirs.named_parameters():
+        own = name.removeprefix("model.")
+        weights |= mixture_parts(own, parameter, config.architecture) or {name: parameter}
+    return weights
 
 
 def _seeded(seed: int) -> torch.Generator:
@@ -115,6 +139,8 @@ def _their_model(folder: Path) -> torch.nn.Module:
 
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    if getattr(model.config, "_experts_implementation", None):
+        model.config._experts_implementation = "eager"  # its grouped products take few sizes
     generator = _seeded(4)
     for parameter in model.parameters():
         scale = 1.6 / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 0.3

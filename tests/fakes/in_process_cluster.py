@@ -378,12 +378,12 @@ class Client:
             raise AssertionError(f"a node has forgotten this client: {message}")
 
 
-def cuda_pair(folder: Path, **changes: object) -> list[Node]:
-    """A decode node and a prefill node in bf16 on CUDA."""
+def cuda_pair(folder: Path, dtype: str = "bfloat16", **changes: object) -> list[Node]:
+    """A decode node and a prefill node on CUDA."""
     nodes = []
     for role in ("decode", "prefill"):
         options = node_options(role, folder, device="cuda", num_blocks=256, transport="local", **changes)
-        fields = {**vars(options), "model": ModelOptions(str(folder), dtype="bfloat16")}
+        fields = {**vars(options), "model": ModelOptions(str(folder), dtype=dtype)}
         nodes.append(Node(type(options)(**fields)))
     return nodes
 

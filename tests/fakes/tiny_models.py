@@ -39,6 +39,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+EXPERTS = {"tie_word_embeddings": False, "num_local_experts": 6, "num_experts_per_tok": 2}
 # name -> (transformers class prefix, config overrides, save_pretrained overrides)
 KINDS: dict[str, tuple[str, dict, dict]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}, {}),
@@ -62,6 +63,12 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
     "mistral": ("Mistral", {"sliding_window": 32, "tie_word_embeddings": False}, {}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}, {}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": False}, {}),
+    "mixtral": ("Mixtral", {**EXPERTS, "intermediate_size": 48, "sliding_window": 32}, {}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**EXPERTS, "moe_intermediate_size": 48, "mlp_only_layers": [1], "norm_topk_prob": True},
+        {},
+    ),
 }
 
 
@@ -105,7 +112,7 @@ def _build(kind: str, folder: Path) -> None:
         else:
             # A tied matrix of size 1 would make each token's best successor that token again.
             matrix = 0.3 if tied else 1.0
-            scale = matrix if "embed" in name or "lm_head" in name else 1.6 / parameter.shape[1] ** 0.5
+            scale = matrix if "embed" in name or "lm_head" in name else 1.6 / parameter.shape[-1] ** 0.5
             parameter.data = scale * torch.randn(parameter.shape, generator=generator)
     model.tie_weights()
     model.save_pretrained(folder, **saving)

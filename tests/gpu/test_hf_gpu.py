@@ -25,7 +25,7 @@ pytestmark = [
 ]
 LENGTHS = (1, 5, 17, 90, 300)
 NUM_TOKENS = 32
-FAMILIES = ("gpt2", "opt", "gemma2", "phi3", "bloom", "mpt", "mixtral", "deepseek_v3", "gpt_oss", "llama4_text")
+FAMILIES = ("gpt2", "opt", "gemma2", "phi3", "bloom", "mpt", "glm4_moe", "deepseek_v3", "gpt_oss", "llama4_text")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

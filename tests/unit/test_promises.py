@@ -19,7 +19,7 @@ PHRASES = (
     # Your own model
     "a Hugging Face folder, or a hub name",
     "a local cluster: 2 prefill, 1 decode, router, Redis",
-    "Llama 2/3/3.x, Mistral, Qwen2 and Qwen3",
+    "Llama 2/3/3.x, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE",
     "tests each against float64",
     "KV is converted on the way",
     "A node that lacks a prefix pulls it from the peer that has it",

@@ -1,6 +1,7 @@
 """What a mixture's experts compute: one function for every architecture that lets its own be replaced.
 
-Grouped products, transformers' own choice, read only the experts that tokens chose. But where torch has no kernel for
+On a GPU our kernels serve wherever experts are stored as they read them (docs/mixtures_of_experts.md). Others take
+grouped products, transformers' own choice, which read only experts that tokens chose. But where torch has no kernel for
 them (below compute capability 9.0, or for other elements than bf16) it brings the groups' sizes to the host, which a
 CUDA graph can't hold: there a decode step's tokens go through all experts, whose weights mostly have to be read anyway.
 """
@@ -11,10 +12,14 @@ from functools import cache
 from typing import Any
 
 import torch
+from transformers.activations import SiLUActivation
+from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from tandem.engine.models.hf.attention import NAME
+from tandem.kernels.experts import mixture
 
+SILU = (SiLUActivation, torch.nn.SiLU)
 REPLACED = "grouped_mm"  # transformers' choice for architectures that let it choose
 DENSE_TOKENS = 256  # so many go through all experts even in a step that is not captured; a guess
 
@@ -23,11 +28,23 @@ def experts_forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """hidden [T, E]; each token's experts and their weights [T, k] -> [T, E]. `module` holds all experts' matrices."""
+    if hidden_states.is_cuda and _is_plain(module):
+        ids, matrices = top_k_index.int(), (module.gate_up_proj, module.down_proj)
+        if mixture.serves(hidden_states, ids, *matrices):
+            return mixture.mixture(hidden_states, ids, top_k_weights.float(), *matrices)
     asks_host = hidden_states.is_cuda and not _groups_on_device(hidden_states.device, hidden_states.dtype)
     if asks_host and (len(hidden_states) <= DENSE_TOKENS or torch.cuda.is_current_stream_capturing()):
         return all_experts(module, hidden_states, top_k_index, top_k_weights)
     output: torch.Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     return output
+
+
+def _is_plain(module: Any) -> bool:
+    """Whether an expert is down(silu(gate) * up), stored as our kernels read it."""
+    differs = not module.has_gate or not module.is_concatenated or module.is_transposed or module.has_bias
+    if differs or getattr(module, "has_post_expert_norm", False) or not isinstance(module.act_fn, SILU):
+        return False
+    return type(module)._apply_gate is moe._default_apply_gate
 
 
 def all_experts(

@@ -52,7 +52,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     ),
     "dtype": ("bfloat16", "float16", "float64", "torch.float32", "int8"),
     "torch_dtype": ("bfloat16", "int8"),
-    "model_type": ("llama", "mistral", "qwen2", "qwen3", "gemma", "Llama", "qwen3_moe"),
+    "model_type": ("llama", "mistral", "qwen2", "qwen3", "gemma", "Llama", "qwen3_moe", "qwen3_next"),
     "architectures": (
         ["LlamaForCausalLM"],
         ["MistralForCausalLM", "Qwen2ForCausalLM"],
@@ -77,7 +77,15 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "text_config": ({"hidden_size": 64},),
     "use_cache": (False,),
     "output_hidden_states": (True,),
+    "num_experts": (2, 8, 1),
+    "num_local_experts": (2, 8),
+    "num_experts_per_tok": (1, 4, 5),
+    "moe_intermediate_size": (16, 32),
+    "norm_topk_prob": (False, "false"),
+    "decoder_sparse_step": (2, 3),
+    "mlp_only_layers": ([0], [1, 7], ["x"]),
 }
+OF_MIXTURES = tuple(VALUES)[tuple(VALUES).index("num_experts") :]
 # What other architectures know and these don't, and what only makes training or output differ.
 FOREIGN = (
     "attention_multiplier",
@@ -185,7 +193,17 @@ def rope_cases() -> list[Changes]:
     return cases
 
 
-@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_fields_of_mixtures_changed_alone(kind: str, tmp_path: Path) -> None:
+    """Others are read as those of models without experts are: changed in the slow tests."""
+    names = ("num_key_value_heads", "head_dim", "sliding_window", "use_sliding_window", "layer_types", *OF_MIXTURES)
+    cases = [{}, *({name: value} for name in names for value in values_of(name, ()))]
+    found, num_accepted = wrong(kind, cases, tmp_path)
+    assert not found
+    assert num_accepted > 20
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BASES if "num_experts_per_tok" not in BASES[kind]])
 def test_every_field_changed_alone(kind: str, tmp_path: Path) -> None:
     names = list(VALUES)
     ill = {name: WRONG_TYPES[index % len(WRONG_TYPES)] for index, name in enumerate(names)}

@@ -26,6 +26,7 @@ def test_all_experts_for_every_token_make_the_same(family: str) -> None:
     dense = experts.all_experts(module, hidden_TE, index_Tk, weights_Tk)
     torch.testing.assert_close(dense, grouped, rtol=1e-5, atol=1e-5)
     assert grouped.abs().max() > 0.01
+    assert experts._is_plain(module) == (family != "gpt_oss"), "on a GPU our kernels take those without biases"
 
 
 def test_every_architecture_that_can_takes_ours() -> None:

@@ -24,7 +24,7 @@ def load(folder: Path) -> DecoderModel:
     return load_model(folder, load_model_config(folder), ModelOptions(model=str(folder)), CPU, torch.float32)
 
 
-# README says: "Llama 2/3/3.x, Mistral, Qwen2 and Qwen3"
+# README says: "Llama 2/3/3.x, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE"
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_equal_transformers(kind: str) -> None:
     folder = tiny_model(kind)
@@ -37,7 +37,9 @@ def test_logits_equal_transformers(kind: str) -> None:
         assert (actual - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("mixtral", "qwen3_moe"))) for kind in KINDS]
+)
 def test_tiny_models_are_sharp_enough_for_exactness_tests(kind: str) -> None:
     for length, seed in ((1, 0), (5, 1), (33, 2), (100, 1), (300, 3), (700, 4)):
         greedy = reference_greedy(tiny_model(kind), random_prompt(length, seed), 64)

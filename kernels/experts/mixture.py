@@ -1,0 +1,96 @@
+"""What a mixture of experts computes once experts are chosen: down(silu(gate) * up) of each token's experts, weighted
+and added up. docs/mixtures_of_experts.md.
+
+T tokens, k experts of each, X experts, E hidden size, F width of an expert, G = 2 F. On a GPU nothing asks the host
+and every shape follows from T, so that steps are captured; sums are taken in fp32 in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from tandem.kernels.experts.plans import MixturePlan, MixtureSizes, choose_plan, every_plan
+from tandem.kernels.products import product_trials
+from tandem.kernels.products.fused_ops import is_fused
+from tandem.kernels.reference import experts as twins
+
+TRIAL_EXPERTS = 3  # a guess
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def mixture(
+    x_TE: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    gate_up_XGE: torch.Tensor,
+    down_XEF: torch.Tensor,
+) -> torch.Tensor:
+    """[T, E] of x's type. `ids_Tk` int32, `weights_Tk` fp32: each token's experts and what they count. Matrices are
+    [X, 2 F, E], gate's outputs before up's, and [X, E, F]."""
+    if not serves(x_TE, ids_Tk, gate_up_XGE, down_XEF):
+        return twins.mixture(x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF)
+    plan = choose_plan(len(x_TE), _sizes(ids_Tk, down_XEF))
+    assert plan is not None
+    return run_plan(plan, x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF)
+
+
+def serves(x_TE: torch.Tensor, ids_Tk: torch.Tensor, gate_up_XGE: torch.Tensor, down_XEF: torch.Tensor) -> bool:
+    """Whether the kernels serve, for any number of tokens. When first asked for such matrices all kernels that a number
+    of tokens may take are compiled and tried, which can't be while a graph is captured: RuntimeError."""
+    if not is_fused(x_TE) or not len(x_TE) or x_TE.dtype not in DTYPES:
+        return False
+    if not x_TE.dtype == gate_up_XGE.dtype == down_XEF.dtype or not _are_aligned(x_TE, gate_up_XGE, down_XEF):
+        return False
+    return _are_right(_sizes(ids_Tk, down_XEF), x_TE.dtype, x_TE.device)
+
+
+def run_plan(
+    plan: MixturePlan,
+    x_TE: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    gate_up_XGE: torch.Tensor,
+    down_XEF: torch.Tensor,
+) -> torch.Tensor:
+    """The mixture by a given plan: for tuning and tests. Needs a GPU."""
+    from tandem.kernels.triton_kernels.experts.launch import launch
+
+    return launch(plan, x_TE, ids_Tk.contiguous(), weights_Tk.float().contiguous(), gate_up_XGE, down_XEF)
+
+
+def _sizes(ids_Tk: torch.Tensor, down_XEF: torch.Tensor) -> MixtureSizes:
+    num_experts, hidden, width = down_XEF.shape
+    return MixtureSizes(num_experts, ids_Tk.shape[1], hidden, width, down_XEF.element_size())
+
+
+def _are_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether rows are contiguous and start at multiples of 16 elements."""
+    return all(
+        each.stride(-1) == 1 and each.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in each.stride()[:-1])
+        for each in tensors
+    )
+
+
+@functools.cache
+def _are_right(sizes: MixtureSizes, dtype: torch.dtype, device: torch.device) -> bool:
+    """Every plan is tried with some rows on a few experts, of which one is chosen by none."""
+    plans = every_plan(sizes)
+    if not plans or choose_plan(1 << 20, sizes) is None:
+        return False
+    few = min(TRIAL_EXPERTS, sizes.num_experts)
+    gate_up = product_trials.random_matrix(few * 2 * sizes.width, sizes.hidden, dtype, device, 1)
+    down = product_trials.random_matrix(few * sizes.hidden, sizes.width, dtype, device, 2)
+    gate_up, down = gate_up.view(few, 2 * sizes.width, sizes.hidden), down.view(few, sizes.hidden, sizes.width)
+    x = product_trials.random_matrix(19, sizes.hidden, dtype, device, 3) * 20
+    ids = torch.arange(19 * sizes.top_k, dtype=torch.int32, device=device).view(19, -1) % max(1, few - 1)
+    weights = torch.rand(ids.shape, device=device) + 0.5
+    return all(
+        product_trials.passes(
+            f"a mixture of experts by {plan}",
+            functools.partial(run_plan, plan, x, ids, weights, gate_up, down),
+            functools.partial(twins.mixture, x, ids, weights, gate_up, down),
+        )
+        for plan in plans
+    )

@@ -1,0 +1,119 @@
+"""How a mixture chooses experts, and how its products are cut. Pure.
+
+T tokens, k experts of each, X experts, E hidden size, F width of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+MOST_FEW_TOKENS = 4  # that take the way without tensor cores; a guess
+SPARE = 1.5  # tiles have room for so many times the rows that an expert has on average; a guess
+TILES_M = (16, 32, 64, 128)  # pairs of a tile; a guess
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a model chooses `top_k` experts of a token.
+
+    `scores`: of all experts together (softmax), or of each by itself (sigmoid). `renormalises`: weights of a token's
+    experts are made to add up to 1. `groups`: neighbouring experts form so many; only those of the best `kept_groups`
+    are chosen from (DeepSeek-V2, V3: arXiv 2405.04434, 2412.19437), by their best expert or, `by_pairs`, by the sum
+    of their two best. `factor`: weights are multiplied by it at last.
+    """
+
+    top_k: int
+    renormalises: bool = True
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    kept_groups: int = 1
+    by_pairs: bool = False
+    factor: float = 1.0
+
+
+class FewPlan(NamedTuple):
+    """The constants of triton_kernels/experts/few.py."""
+
+    tile_n: int
+    tile_k: int
+    warps: int
+
+
+class GroupedPlan(NamedTuple):
+    """The constants of triton_kernels/experts/grouped.py."""
+
+    tile_n: int
+    tile_m: int
+    tile_k: int
+    stages: int
+    warps: int
+
+
+class MixtureSizes(NamedTuple):
+    """What a mixture's matrices are: gate and up [num_experts, 2 * width, hidden], down [num_experts, hidden, width],
+    of elements of so many bytes."""
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    width: int
+    element_bytes: int = 2
+
+
+class MixturePlan(NamedTuple):
+    """Both products': FewPlans, or GroupedPlans of one `tile_m`."""
+
+    gate_up: FewPlan | GroupedPlan
+    down: FewPlan | GroupedPlan
+
+
+def _largest(size: int, tiles: tuple[int, ...]) -> int:
+    """The largest of the tiles that divides `size`; 0: none does."""
+    return next((tile for tile in tiles if size % tile == 0), 0)
+
+
+def choose_plan(num_tokens: int, sizes: MixtureSizes) -> MixturePlan | None:
+    """None: the kernels serve no such sizes."""
+    if num_tokens <= MOST_FEW_TOKENS:
+        plan = few_plan(sizes)
+        if plan is not None:
+            return plan
+    mean = num_tokens * sizes.top_k / sizes.num_experts
+    return grouped_plan(next((tile for tile in TILES_M if tile >= SPARE * mean), TILES_M[-1]), sizes)
+
+
+def every_plan(sizes: MixtureSizes) -> tuple[MixturePlan, ...]:
+    """Those that `choose_plan` can name."""
+    plans = (few_plan(sizes), *(grouped_plan(tile, sizes) for tile in TILES_M))
+    return tuple(plan for plan in plans if plan is not None)
+
+
+def few_plan(sizes: MixtureSizes) -> MixturePlan | None:
+    gate_up = _few(sizes.width, sizes.hidden, 4, 2048)
+    down = _few(sizes.hidden, sizes.width, 8, 1024)
+    return None if gate_up is None or down is None else MixturePlan(gate_up, down)
+
+
+def _few(num_outputs: int, num_inputs: int, tile_n: int, most_inputs: int) -> FewPlan | None:
+    tile_k = _largest(num_inputs, tuple(tile for tile in (2048, 1024, 512, 256, 128, 64, 32) if tile <= most_inputs))
+    return FewPlan(tile_n, tile_k, 4) if tile_k and num_outputs % tile_n == 0 else None
+
+
+def grouped_plan(tile_m: int, sizes: MixtureSizes) -> MixturePlan | None:
+    gate_up = _grouped(tile_m, sizes.width, sizes.hidden, sizes.element_bytes, is_gated=True)
+    down = _grouped(tile_m, sizes.hidden, sizes.width, sizes.element_bytes, is_gated=False)
+    return None if gate_up is None or down is None else MixturePlan(gate_up, down)
+
+
+def _grouped(
+    tile_m: int, num_outputs: int, num_inputs: int, element_bytes: int, *, is_gated: bool
+) -> GroupedPlan | None:
+    """Tiles of many rows have as many outputs as registers hold sums; of few, as many as a ring of loads takes."""
+    is_wide = tile_m == TILES_M[-1]
+    tile_n = _largest(num_outputs, (128, 64, 32, 16) if is_wide or not is_gated else (64, 32, 16))
+    tile_k = _largest(num_inputs, (128, 64, 32, 16) if tile_m < 64 and element_bytes == 2 else (64, 32, 16))
+    if not tile_n or not tile_k:
+        return None
+    warps = 8 if is_wide and tile_n == 128 else 4
+    return GroupedPlan(tile_n, tile_m, tile_k, 3 if element_bytes == 2 else 2, warps)

@@ -1,0 +1,31 @@
+"""Which experts each token goes to, and what each counts, from the router's logits."""
+
+from __future__ import annotations
+
+import torch
+
+from tandem.kernels.experts.plans import Routing
+from tandem.kernels.products.fused_ops import is_fused
+from tandem.kernels.reference import experts as twins
+
+
+def route(
+    logits_TX: torch.Tensor, routing: Routing, bias_X: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids int32 [T, k] and weights fp32 [T, k], the best expert first; of equals that of the lowest id. `bias_X`: added
+    to scores where experts are compared, not where they count."""
+    if not is_fused(logits_TX) or not _is_served(logits_TX, routing):
+        return twins.route(logits_TX, routing, bias_X)
+    from tandem.kernels.triton_kernels.experts.route import route_triton
+
+    return route_triton(
+        logits_TX, routing.top_k, sigmoid=routing.scores == "sigmoid", renormalise=routing.renormalises,
+        bias_X=bias_X, groups=(routing.groups, routing.kept_groups), by_pairs=routing.by_pairs, factor=routing.factor,
+    )  # fmt: skip
+
+
+def _is_served(logits_TX: torch.Tensor, routing: Routing) -> bool:
+    """Groups are rows of a matrix in the kernel: their number and size must be powers of two."""
+    num_experts = logits_TX.shape[1]
+    whole = num_experts & (num_experts - 1) == 0 and routing.groups & (routing.groups - 1) == 0
+    return logits_TX.stride(1) == 1 and (routing.groups == 1 or whole)

@@ -1,0 +1,48 @@
+"""Eager twins of the kernels for mixtures of experts, written for reading.
+
+T tokens, X experts, k of them a token, E hidden size, F width of an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from tandem.kernels.experts.plans import Routing
+
+
+def route(
+    logits_TX: torch.Tensor, routing: Routing, bias_X: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids int32 [T, k] and weights fp32 [T, k]: the best experts of each token, the best first."""
+    logits = logits_TX.float()
+    scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1)
+    choice = scores if bias_X is None else scores + bias_X
+    if routing.groups > 1:
+        by_group = choice.view(len(choice), routing.groups, -1)
+        best = by_group.topk(2, -1).values.sum(-1) if routing.by_pairs else by_group.amax(-1)
+        kept = torch.zeros_like(best).scatter_(1, best.topk(routing.kept_groups, -1).indices, 1.0)
+        choice = by_group.masked_fill(kept[:, :, None] == 0, float("-inf")).flatten(1)
+    ids = choice.topk(routing.top_k, -1).indices
+    weights = scores.gather(1, ids)
+    if routing.renormalises:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids.int(), weights * routing.factor
+
+
+def mixture(
+    x_TE: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    gate_up_XGE: torch.Tensor,
+    down_XEF: torch.Tensor,
+) -> torch.Tensor:
+    """[T, E]: down(silu(gate) * up) of each token's experts, weighted and added up in the order of its choice. Asks the
+    host which experts were chosen."""
+    products_TkE = x_TE.new_empty(*ids_Tk.shape, down_XEF.shape[1], dtype=torch.float32)
+    for expert in ids_Tk.unique().tolist():
+        token, place = torch.where(ids_Tk == expert)
+        gate, up = functional.linear(x_TE[token], gate_up_XGE[expert]).chunk(2, dim=-1)
+        product = functional.linear(functional.silu(gate) * up, down_XEF[expert])
+        products_TkE[token, place] = product.float() * weights_Tk[token, place, None].float()
+    return products_TkE.sum(1).to(x_TE.dtype)

@@ -1,0 +1,94 @@
+"""Products of very few rows with the matrices of their experts: only those chosen are read, straight to registers.
+
+T tokens, k experts of each, X experts, K inputs. No tensor cores, no sort: with so few rows hardly two choose the same
+expert. Two launches: gate and up of each pair, gated; then down, summed over a token's experts in the order of its
+choice, in fp32 and rounded once.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tandem.kernels.triton_kernels.common import begin
+
+
+@triton.jit(do_not_specialize=["x_row", "w_row", "w_expert", "up", "top_k"])
+def few_gate_up_kernel(
+    x,  # [T, K], strides (x_row, 1)
+    weight,  # [X, N, K], strides (16 * w_expert, 16 * w_row, 1)
+    ids,  # int32 [P]
+    y,  # [P, SIZE] contiguous
+    x_row,
+    w_row,
+    w_expert,
+    up,  # rows of a matrix before up's first
+    top_k,
+    SIZE: tl.constexpr,  # outputs; TILE_N divides it
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    STEPS: tl.constexpr,  # K / TILE_K
+    PDL: tl.constexpr,
+):
+    """Grid (SIZE / TILE_N, P)."""
+    pair = tl.program_id(1)
+    outputs = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    columns = tl.arange(0, TILE_K)
+    offsets = outputs.to(tl.int64)[:, None] * (w_row * 16) + columns[None, :]
+    begin(PDL)
+    expert = tl.load(ids + pair).to(tl.int64)
+    gates = weight + expert * (w_expert * 16) + offsets
+    ups = gates + up.to(tl.int64) * (w_row * 16)
+    inputs = x + (pair // top_k).to(tl.int64) * x_row + columns
+    next_gate, next_up = tl.load(gates, cache_modifier=".cg"), tl.load(ups, cache_modifier=".cg")
+    gate_sums = tl.zeros([TILE_N, TILE_K], tl.float32)
+    up_sums = tl.zeros([TILE_N, TILE_K], tl.float32)
+    for step in tl.static_range(STEPS):
+        gate, upper = next_gate, next_up
+        if step + 1 < STEPS:
+            next_gate = tl.load(gates + (step + 1) * TILE_K, cache_modifier=".cg")
+            next_up = tl.load(ups + (step + 1) * TILE_K, cache_modifier=".cg")
+        values = tl.load(inputs + step * TILE_K).to(tl.float32)[None, :]
+        gate_sums += gate.to(tl.float32) * values
+        up_sums += upper.to(tl.float32) * values
+    total = tl.sum(gate_sums, 1)
+    activated = total / (1.0 + tl.exp(-total)) * tl.sum(up_sums, 1)
+    tl.store(y + pair * SIZE + outputs, activated.to(y.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["w_row", "w_expert"])
+def few_down_kernel(
+    x,  # [T, TOP_K, K] contiguous
+    weight,  # [X, SIZE, K], strides (16 * w_expert, 16 * w_row, 1)
+    ids,  # int32 [T, TOP_K]
+    counts,  # fp32 [T, TOP_K]: what each expert's product is multiplied by
+    y,  # [T, SIZE] contiguous
+    w_row,
+    w_expert,
+    SIZE: tl.constexpr,  # TILE_N divides it
+    TOP_K: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    STEPS: tl.constexpr,  # K / TILE_K
+    PDL: tl.constexpr,
+):
+    """Grid (SIZE / TILE_N, T)."""
+    token = tl.program_id(1)
+    outputs = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    columns = tl.arange(0, TILE_K)
+    offsets = outputs.to(tl.int64)[:, None] * (w_row * 16) + columns[None, :]
+    begin(PDL)
+    first = weight + tl.load(ids + token * TOP_K).to(tl.int64) * (w_expert * 16) + offsets
+    following = tl.load(first, cache_modifier=".cg")
+    sums = tl.zeros([TILE_N, TILE_K], tl.float32)
+    for unit in tl.static_range(TOP_K * STEPS):
+        current = following
+        if unit + 1 < TOP_K * STEPS:
+            expert = tl.load(ids + token * TOP_K + (unit + 1) // STEPS).to(tl.int64)
+            matrix = weight + expert * (w_expert * 16) + offsets
+            following = tl.load(matrix + (unit + 1) % STEPS * TILE_K, cache_modifier=".cg")
+        pair = token * TOP_K + unit // STEPS
+        values = tl.load(x + pair * (STEPS * TILE_K) + unit % STEPS * TILE_K + columns).to(tl.float32)
+        sums += current.to(tl.float32) * (values * tl.load(counts + pair))[None, :]
+    tl.store(y + token * SIZE + outputs, tl.sum(sums, 1).to(y.dtype.element_ty))

@@ -1,0 +1,103 @@
+"""Launches the products of experts: constants and grids from a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from tandem.kernels.experts.plans import FewPlan, GroupedPlan, MixturePlan
+from tandem.kernels.triton_kernels.common import overlap
+from tandem.kernels.triton_kernels.experts.few import few_down_kernel, few_gate_up_kernel
+from tandem.kernels.triton_kernels.experts.grouped import add_up_kernel, grouped_kernel
+from tandem.kernels.triton_kernels.experts.sort import sort_triton
+
+
+def grouped_constants(plan: GroupedPlan, *, is_gated: bool) -> dict[str, Any]:
+    """The kernel's compile-time constants and options for a plan."""
+    return {
+        "TILE_N": plan.tile_n, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "GATED": is_gated,
+        "STAGES": plan.stages, "num_warps": plan.warps,
+    }  # fmt: skip
+
+
+def few_constants(plan: FewPlan, num_outputs: int, num_inputs: int) -> dict[str, Any]:
+    return {
+        "SIZE": num_outputs, "TILE_N": plan.tile_n, "TILE_K": plan.tile_k, "STEPS": num_inputs // plan.tile_k,
+        "num_warps": plan.warps,
+    }  # fmt: skip
+
+
+def launch(
+    plan: MixturePlan,
+    x_TE: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    gate_up_XGE: torch.Tensor,
+    down_XEF: torch.Tensor,
+) -> torch.Tensor:
+    """What the mixture makes of x, [T, E]. Rows of x and of matrices start at multiples of 16 elements."""
+    num_tokens, (num_experts, hidden, width) = len(x_TE), down_XEF.shape
+    device, dtype, num_pairs = x_TE.device, x_TE.dtype, ids_Tk.numel()
+    activated = torch.empty((num_pairs, width), dtype=dtype, device=device)
+    out = torch.empty((num_tokens, hidden), dtype=dtype, device=device)
+    if isinstance(plan.gate_up, FewPlan):
+        assert isinstance(plan.down, FewPlan), f"{plan} mixes ways"
+        _launch_few(plan.gate_up, plan.down, x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF, activated, out)
+        return out
+    assert isinstance(plan.down, GroupedPlan), f"{plan} mixes ways"
+    assert plan.down.tile_m == plan.gate_up.tile_m, f"{plan} cuts rows in two ways"
+    order, tiles = sort_triton(ids_Tk, num_experts, plan.gate_up.tile_m)
+    _launch_grouped(plan.gate_up, x_TE, gate_up_XGE, order, tiles, weights_Tk, activated, is_gated=True)
+    products = torch.empty((num_pairs, hidden), dtype=dtype, device=device)
+    _launch_grouped(plan.down, activated, down_XEF, order, tiles, weights_Tk, products, is_gated=False)
+    block = min(1024, triton.next_power_of_2(hidden))
+    add_up_kernel[(num_tokens, triton.cdiv(hidden, block))](
+        products, out, SIZE=hidden, TOP_K=ids_Tk.shape[1], BLOCK=block, num_warps=4, **overlap(device)
+    )
+    return out
+
+
+def _launch_few(
+    gate_up: FewPlan,
+    down: FewPlan,
+    x_TE: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    gate_up_XGE: torch.Tensor,
+    down_XEF: torch.Tensor,
+    activated: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    (num_tokens, top_k), (_, hidden, width) = ids_Tk.shape, down_XEF.shape
+    few_gate_up_kernel[(width // gate_up.tile_n, num_tokens * top_k)](
+        x_TE, gate_up_XGE, ids_Tk, activated,
+        x_TE.stride(0), gate_up_XGE.stride(1) // 16, gate_up_XGE.stride(0) // 16, width, top_k,
+        **few_constants(gate_up, width, hidden), **overlap(x_TE.device),
+    )  # fmt: skip
+    few_down_kernel[(hidden // down.tile_n, num_tokens)](
+        activated, down_XEF, ids_Tk, weights_Tk, out, down_XEF.stride(1) // 16, down_XEF.stride(0) // 16,
+        TOP_K=top_k, **few_constants(down, hidden, width), **overlap(x_TE.device),
+    )  # fmt: skip
+
+
+def _launch_grouped(
+    plan: GroupedPlan,
+    x: torch.Tensor,
+    weight_XNK: torch.Tensor,
+    order: torch.Tensor,
+    tiles: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    is_gated: bool,
+) -> None:
+    num_outputs, num_inputs = out.shape[1], weight_XNK.shape[2]
+    assert num_outputs % plan.tile_n == 0 == num_inputs % plan.tile_k, f"{plan} for {tuple(weight_XNK.shape)}"
+    tiles_n = num_outputs // plan.tile_n
+    grouped_kernel[(len(tiles) * tiles_n,)](
+        x, weight_XNK, order, tiles, weights_Tk, out, num_inputs // plan.tile_k, tiles_n,
+        x.stride(0) // 16, weight_XNK.stride(1) // 16, weight_XNK.stride(0) // 16, num_outputs, out.stride(0) // 16,
+        weights_Tk.shape[1], **grouped_constants(plan, is_gated=is_gated), **overlap(x.device),
+    )  # fmt: skip

@@ -1,0 +1,82 @@
+"""The kernels of mixtures of experts compile for each GPU generation without a GPU, and their plans hold together."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="triton is not installed: nothing to compile")
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from tandem.kernels.experts.plans import FewPlan, GroupedPlan, MixtureSizes, choose_plan, every_plan  # noqa: E402
+from tandem.kernels.products.matmul_plans import SHARED_BYTES  # noqa: E402
+from tandem.kernels.triton_kernels.experts import launch, route, sort  # noqa: E402
+from tandem.kernels.triton_kernels.experts.few import few_down_kernel, few_gate_up_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.experts.grouped import add_up_kernel, grouped_kernel  # noqa: E402
+
+TYPES = {
+    "x": "*bf16", "weight": "*bf16", "y": "*bf16", "products": "*bf16", "logits": "*bf16", "bias": "*fp32",
+    "weights": "*fp32", "ids": "*i32", "order": "*i32", "tiles": "*i32",
+}  # fmt: skip
+QWEN3_30B = MixtureSizes(128, 8, 2048, 768)
+
+
+def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int = 90) -> Any:
+    options = {"num_warps": constants.pop("num_warps")}
+    constants["PDL"] = capability >= 90
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    pointers = [place for place, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
+    source = ASTSource(kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in pointers})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 256, 1024, 8192])
+def test_products_compile(num_tokens: int) -> None:
+    plan = choose_plan(num_tokens, QWEN3_30B)
+    assert plan is not None
+    if isinstance(plan.gate_up, FewPlan):
+        assert isinstance(plan.down, FewPlan)
+        types = {**TYPES, "counts": "*fp32"}
+        compile_kernel(few_gate_up_kernel, types, launch.few_constants(plan.gate_up, 768, 2048))
+        constants = {"TOP_K": 8, **launch.few_constants(plan.down, 2048, 768)}
+        compiled = compile_kernel(few_down_kernel, types, constants)
+        assert "ld.global.cg.v4" in compiled.asm["ptx"], "weights are not read in long pieces"
+        return
+    for product, is_gated in ((plan.gate_up, True), (plan.down, False)):
+        assert isinstance(product, GroupedPlan)
+        constants = launch.grouped_constants(product, is_gated=is_gated)
+        compiled = compile_kernel(grouped_kernel, {**TYPES, "counts": "*fp32"}, constants)
+        assert "cp.async" in compiled.asm["ptx"], "weights are not loaded ahead"
+        assert "wgmma.mma_async" in compiled.asm["ptx"]
+        assert compiled.metadata.shared <= SHARED_BYTES
+
+
+def test_what_lies_between_products_compiles() -> None:
+    constants = {
+        "NUM_EXPERTS": 256, "PADDED": 256, "TOP_K": 8, "TOP_K_PAD": 8, "SIGMOID": True, "HAS_BIAS": True,
+        "RENORMALISE": True, "GROUPS": 8, "KEPT_GROUPS": 4, "BY_PAIRS": True, "num_warps": 1,
+    }  # fmt: skip
+    compile_kernel(route.route_kernel, {**TYPES, "factor": "fp32"}, constants)
+    sizes = {"CHUNK": sort.CHUNK, "ROWS": 64, "PADDED": 128, "num_warps": 8}
+    compile_kernel(sort.count_kernel, {**TYPES, "counts": "*i32"}, {**sizes})
+    compile_kernel(sort.place_kernel, {**TYPES, "counts": "*i32"}, {**sizes, "IS_ONE": False})
+    compile_kernel(add_up_kernel, TYPES, {"SIZE": 2048, "TOP_K": 8, "BLOCK": 1024, "num_warps": 4})
+
+
+def test_every_number_of_tokens_takes_a_plan_that_was_tried() -> None:
+    for sizes in (
+        QWEN3_30B,
+        MixtureSizes(8, 2, 4096, 14336),
+        MixtureSizes(64, 6, 2048, 1408),
+        MixtureSizes(4, 2, 64, 32, 4),
+    ):
+        tried = every_plan(sizes)
+        assert all(choose_plan(tokens, sizes) in tried for tokens in (*range(1, 300), 1000, 5000, 20000))
+    assert choose_plan(8, MixtureSizes(4, 2, 60, 32)) is None
