@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 from asks import Ask, make_asks
 from clients import Clients
+from counted import Counted
 from moments import Arena, Moment, NoTarget, moments
 from processes import MARK, levels, shared_segments, wait_for_none
 from relay import RELAY_HOST, Relay
@@ -31,6 +32,10 @@ HOST_TIER_BYTES, DISK_TIER_BYTES = 1 << 20, 32 << 20
 POOLS = (256, 96)  # blocks of 16 tokens: roomy, or so few that requests wait and caches are evicted
 MORE_FDS, MORE_THREADS = 16, 6  # than at first that a process may hold at the end: connections that come when used
 AGENT_FDS = 18  # of one end of a link over nixl, counted; they are given back when the link ends
+COUNTERS = (
+    "pull_completed", "tier_loaded_bytes", "tier_disk_hits", "tier_disk_dropped", "tier_blocks_left",
+    "shared_begun", "shared_declined", "shared_failed", "leaning_changes",
+)  # fmt: skip
 ROUTER_S = 60.0  # after a signal to a router process, or its start, in which connections may be lost: drains, silence
 TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
 
@@ -51,6 +56,7 @@ class Plan:
     workers: int = 2
     clients: int = 6
     num_asks: int = 40
+    salted: float = 0.2  # share of requests that find nothing cached
     longest_s: float = 20.0
     restart_s: float = 120.0
     arguments: tuple[str, ...] = ()  # more options of `tandem serve`
@@ -187,6 +193,7 @@ class _Run:
         self._plan, self._arena, self._asks, self._summary = plan, arena, asks, summary
         self._cluster = arena.cluster
         self._segments: set[str] = set()
+        self._counted = Counted(COUNTERS)
         self._router_hurt_at = time.monotonic()
 
     def run(self) -> None:
@@ -204,8 +211,8 @@ class _Run:
         self._exercise(20)
         cluster.wait_until_whole(60)
         self._compare_levels(first)
-        names = ("pull_completed", "tier_loaded_bytes", "tier_disk_hits", "tier_disk_dropped", "shared_begun")
-        self._summary.counters = {name: cluster.counter(name) for name in names}
+        self._counted.look(cluster)
+        self._summary.counters = dict(self._counted.totals)
         self._summary.counters["moved"] = cluster.router_metric("migration_pause_seconds_count")
         self._check_segments()
 
@@ -227,6 +234,7 @@ class _Run:
         rng, cluster = self._arena.rng, self._cluster
         time.sleep(rng.random() * 2)
         self._segments |= shared_segments(self._arena.processes())
+        self._counted.look(cluster)
         self._summary.moments += 1
         hurts_router = name.startswith("SIG") and "router" in name
         if hurts_router:
@@ -254,10 +262,14 @@ class _Run:
         self._cluster.wait_until_whole(60)
 
     def _start_clients(self) -> Clients:
-        plan, asks = self._plan, self._asks
-        return Clients(
-            self._cluster.url, lambda rng: rng.choice(asks), plan.seed, plan.clients, self._may_router_be_gone
-        )
+        plan = self._plan
+        return Clients(self._cluster.url, self._draw, plan.seed, plan.clients, self._may_router_be_gone)
+
+    def _draw(self, rng: random.Random) -> Ask:
+        each = rng.choice(self._asks)
+        if rng.random() >= self._plan.salted:
+            return each
+        return Ask({**each.body, "cache_salt": str(rng.random())}, each.expected)
 
     def _may_router_be_gone(self) -> bool:
         """Whether a router process was hurt, is missing, or has started, a moment ago."""

@@ -19,8 +19,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tcp, bad channels": {"transport": "tcp", "arguments": FAULTS},
     "nixl": {"transport": "nixl"},
     "nodes that do all work": {"transport": "shm", "elastic": 3, "arguments": HURRIED},
-    "prompts by several nodes": {"transport": "shm", "elastic": 3, "arguments": (*HURRIED, *SHARED)},
+    "prompts by several nodes": {"transport": "shm", "elastic": 3, "arguments": (*HURRIED, *SHARED), "salted": 0.8},
     "nodes that lean": {"transport": "tcp", "prefill": 2, "arguments": ("--no-fixed-roles", *HURRIED)},
+    "blocks kept once": {"transport": "shm", "prefill": 2, "arguments": ("--keep-kv-once",)},
     "one node": {"transport": "local"},
 }
 
