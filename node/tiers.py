@@ -18,6 +18,7 @@ from tandem.engine.contracts.rate import Rate
 from tandem.engine.device.kv_pool import free_host_bytes
 from tandem.kernels.blocks.quantization import FP8_DTYPE
 from tandem.kv_connector.directory.kept import KeptElsewhere
+from tandem.kv_connector.directory.spare_blocks import SpareBlocks
 from tandem.kv_connector.tiers.disk import DiskTier
 from tandem.kv_connector.tiers.disk_file import DiskFile
 from tandem.kv_connector.tiers.host import HostTier
@@ -114,6 +115,7 @@ class NodeTiers:
         self._host = host
         self._disk = None if file is None else DiskTier(host.blocks, file, post)
         self.kept = kept  # None: nothing is left to peers
+        self._spare = None if kept is None else SpareBlocks(pool, kept)
         num_host, shares = len(host.blocks), pool.shares
         host_index = TierIndex(num_host, lambda tenant: shares.quota(tenant, num_host))
         disk_index = None
@@ -136,6 +138,8 @@ class NodeTiers:
     def after_turn(self, pool_events: Sequence[BlockEvent], is_idle: bool) -> list[BlockEvent]:
         """Lets the manager look and hands its jobs to the threads. Returns what the directory is to hear."""
         self.manager.on_turn(pool_events, is_idle)
+        if self._spare is not None:
+            self._spare.on_turn()
         for job in self.manager.drain_jobs():
             if isinstance(job, Save | Load):
                 self._host.submit(job)
@@ -146,7 +150,8 @@ class NodeTiers:
 
     def counters(self) -> dict[str, float]:
         disk = {} if self._disk is None else self._disk.counters
-        return {**self.manager.counts(), **self._host.counters, **disk}
+        given_up = 0 if self._spare is None else self._spare.num_given_up
+        return {**self.manager.counts(), **self._host.counters, **disk, "tier_blocks_given_up": given_up}
 
     def close(self) -> None:
         self._host.close()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 from tandem.engine.blocks.prefix_tree import PrefixTree
 from tandem.engine.blocks.publication import NO_STEP, BlockPublication
@@ -77,6 +77,14 @@ class BlockPool:
     def parent(self, block_hash: bytes) -> bytes | None:
         return self._tree.parent_of[block_hash]
 
+    def children(self, block_hash: bytes) -> Iterable[bytes]:
+        """Cached hashes that are reached through this one alone."""
+        return self._tree.children(block_hash)
+
+    def is_unused(self, block_hash: bytes) -> bool:
+        """Whether it is cached and nobody holds it."""
+        return block_hash in self._block_of and self._block_of[block_hash] in self._free
+
     def tenant(self, block_hash: bytes) -> bytes:
         return self._tenant_of.get(block_hash, b"")
 
@@ -89,9 +97,9 @@ class BlockPool:
         before and after: when it is the same, what was read of a published block is whole."""
         return self._generations[block_id]
 
-    def cold_end(self, limit: int) -> list[bytes]:
-        """Published hashes among the next `limit` blocks to be reused, in that order."""
-        hashes = (self._hash_of[block_id] for block_id in islice(self._free, limit))
+    def cold_end(self, limit: int, begin: int = 0) -> list[bytes]:
+        """Published hashes among the next `limit` blocks to be reused after the next `begin`, in that order."""
+        hashes = (self._hash_of[block_id] for block_id in islice(self._free, begin, begin + limit))
         return [each for each in hashes if each is not None and not self._publication.awaits(each)]
 
     def is_writable(self, block_id: int) -> bool:
@@ -182,6 +190,14 @@ class BlockPool:
             self._tenants.held(tenant, block_id)
         if self.is_cooling(block_id):
             self._cooling[self._last_write_step[block_id]].discard(block_id)
+
+    def reuse_first(self, hashes: Sequence[bytes]) -> None:
+        """Has these cached blocks, which nobody holds, reused before all others, but for those that hold nothing.
+        Children come first, and all of them: what is reached through a block leaves the table with it."""
+        if hashes:
+            empty = list(takewhile(lambda block_id: self._hash_of[block_id] is None, self._free))
+            for block_id in reversed([*empty, *(self._block_of[each] for each in hashes)]):
+                self._free.move_to_end(block_id, last=False)
 
     # --- hashes ---------------------------------------------------------------------------------------------
 

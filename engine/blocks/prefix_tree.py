@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class PrefixTree:
     """The tree of cached hashes, part of BlockPool. `parent_of` maps every hash to its parent; None: a first block."""
@@ -18,6 +20,9 @@ class PrefixTree:
             self._children_of.setdefault(parent, {})[block_hash] = None
         self.parent_of[block_hash] = parent
         return True
+
+    def children(self, block_hash: bytes) -> Iterable[bytes]:
+        return self._children_of.get(block_hash, ())
 
     def remove(self, block_hash: bytes) -> list[bytes]:
         """Removes a hash and all that descend from it; returns them, children first."""

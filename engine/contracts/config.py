@@ -86,7 +86,7 @@ class CacheOptions:
         "as what the tiers keep KV; fp8_e4m3: in half of the bytes, restored to 3 bits of mantissa",
     ] = "auto"
     keep_kv_once: Annotated[
-        bool, "keep no copy in host memory of what a node of the same host surely keeps (docs/kept_once.md)"
+        bool, "keep no copy in host memory, and rather none in the pool, of what a node of this host surely keeps"
     ] = False
     disk_tier_bytes: Annotated[Bytes, "disk space for KV that host memory has no room for; 0: none"] = 0
     disk_tier_dir: Annotated[str, "folder of the disk tier; kept when the node ends, several nodes may share it"] = ""

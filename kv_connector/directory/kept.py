@@ -23,20 +23,31 @@ class KeptElsewhere:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.asked: tuple[bytes, ...] = ()
+        self.soon: tuple[bytes, ...] = ()
+        self.colder: tuple[bytes, ...] = ()
+        self.num_answers = 0
         self._answer: tuple[float, frozenset[bytes]] = (-math.inf, frozenset())
 
     def __contains__(self, block_hash: bytes) -> bool:
         read_at, held = self._answer
         return block_hash in held and self._clock() - read_at <= LEASE_S
 
+    @property
+    def asked(self) -> tuple[bytes, ...]:
+        return (*self.soon, *self.colder)
+
     def ask(self, hashes: Sequence[bytes]) -> None:
         """Names the blocks that this node will give up next."""
-        self.asked = tuple(hashes)
+        self.soon = tuple(hashes)
+
+    def ask_about_colder(self, hashes: Sequence[bytes]) -> None:
+        """Names blocks that this node would rather give up than others."""
+        self.colder = tuple(hashes)
 
     def answer(self, held: Iterable[bytes], read_at: float) -> None:
         """Takes which of them peers to whom this node gives way held at `read_at`."""
         self._answer = read_at, frozenset(held)
+        self.num_answers += 1
 
 
 def gives_way(own: str, other: str) -> bool:

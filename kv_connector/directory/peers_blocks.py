@@ -27,11 +27,9 @@ class PeersBlocks:
         """Asks now. Raises Redis' errors, but for a server or a user that can't do this: then nothing is left to
         anybody."""
         asked, read_at = self._kept.asked, time.monotonic()
-        if not asked:
-            return
         held: set[bytes] = set()
         try:
-            for peer in self._peers(servers):
+            for peer in self._peers(servers) if asked else ():
                 with servers.client_for(self._keys.node(peer.node_id)).pipeline(transaction=False) as pipe:
                     for key in self._keys.all_blocks(peer.owner):
                         pipe.smismember(key, list(asked))

@@ -139,6 +139,7 @@ _COUNTERS = {
     "tier_spills_failed": ("tier_spills_failed", "Blocks that could not be copied to disk"),
     "tier_disk_dropped": ("tier_disk_dropped", "Blocks on disk that were not what was written"),
     "tier_blocks_lost": ("tier_blocks_lost", "Blocks evicted from the device before they were saved"),
+    "tier_blocks_given_up": ("tier_blocks_given_up", "Cached blocks to be reused first, since a peer keeps them"),
     "tier_blocks_left": ("tier_blocks_left", "Blocks evicted from the device and not saved, since a peer keeps them"),
     "tier_loads_failed": ("tier_loads_failed", "Loads from a tier that failed"),
     "tier_loads_declined": ("tier_loads_declined", "Requests for which computing was faster than loading"),

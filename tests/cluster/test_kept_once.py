@@ -26,17 +26,18 @@ def test_one_of_two_nodes_keeps_what_both_have_and_its_end_costs_no_answer(monke
         askers = {name: Asker(node) for name, node in nodes.items()}
         stopped = False
 
-        def left(name: str) -> float:
-            return askers[name].counts(nodes[name])["tier_blocks_left"]
+        def left(name: str, counter: str = "tier_blocks_left") -> float:
+            return nodes[name].process.tiers.counters()[counter]
 
         try:
             for name in (first, last):
                 askers[name].ask(wanted[0])
             pool, kept = nodes[first].process.pool, nodes[first].process.tiers.kept
             wait_until(lambda: any(each in kept for each in pool.cached_hashes()), "news of what the other keeps")
+            wait_until(lambda: left(first, "tier_blocks_given_up") > 0, "its pool to give up some of it first")
             askers[first].ask(wanted[1])  # takes the place of the first
             wait_until(lambda: left(first) > 0, "some of it to be left to the other")
-            assert left(last) == 0
+            assert left(last) == left(last, "tier_blocks_given_up") == 0
             nodes[last].stop()
             stopped = True
             askers[first].ask(wanted[0])

@@ -170,6 +170,8 @@ class Simulation:
 
     def _beat(self, now: float) -> None:
         self._ping += 1
+        for node_id in self._peers:
+            self._by_id[node_id].cache.give_up_first()
         for node in self.nodes:
             for router in self._routers:
                 router.hear(node, self._ping, now)

@@ -1,0 +1,46 @@
+"""Has a pool reuse first what peers surely keep. Pure; docs/kept_once.md."""
+
+from __future__ import annotations
+
+from tandem.engine.blocks.pool import BlockPool
+from tandem.kv_connector.directory.kept import KeptElsewhere
+
+COLDER_SHARE = 0.5  # of a pool, in which what peers keep is not kept; docs/simulator.md#kept-once
+ASKED_AT_ONCE = 4096  # blocks, of which Redis is asked for each peer once a second; docs/simulator.md#kept-once
+
+
+class SpareBlocks:
+    """Asks about blocks as they come into the colder half of a pool, and when the answer is there has what peers keep
+    of them reused before all else. Used by the step loop."""
+
+    def __init__(self, pool: BlockPool, kept: KeptElsewhere) -> None:
+        self._pool, self._kept = pool, kept
+        self._given: set[bytes] = set()  # that are still cached
+        self._num_answers = 0
+        self.num_given_up = 0
+
+    def on_turn(self) -> None:
+        if self._kept.num_answers == self._num_answers:
+            return
+        self._num_answers = self._kept.num_answers
+        self._given = {each for each in self._given if self._pool.is_unused(each)}
+        spare = self._spare() if self._pool.cold_end(ASKED_AT_ONCE) else []  # else enough blocks hold nothing
+        self._pool.reuse_first(spare)
+        self.num_given_up += len(spare)
+        self._given.update(spare)
+        self._kept.ask_about_colder(self._pool.cold_end(ASKED_AT_ONCE, newest_of_colder(self._pool.num_blocks)))
+
+    def _spare(self) -> list[bytes]:
+        """Those of the blocks that were asked about that peers keep, children first. Nothing stays that is reached
+        through them; what was given up before was colder."""
+        spare: dict[bytes, None] = {}
+        for block_hash in self._kept.colder:
+            is_new = block_hash in self._kept and block_hash not in self._given and self._pool.is_unused(block_hash)
+            if is_new and all(child in spare or child in self._given for child in self._pool.children(block_hash)):
+                spare[block_hash] = None
+        return list(spare)
+
+
+def newest_of_colder(num_blocks: int, at_once: int = ASKED_AT_ONCE) -> int:
+    """How many blocks are reused before those that came into the colder half last."""
+    return max(0, int(COLDER_SHARE * num_blocks) - at_once)
