@@ -3,8 +3,11 @@ what they showed."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +16,7 @@ from typing import Annotated, Any
 
 import pydantic
 import pytest
+from documented import blocks
 from router_in_thread import RouterInThread
 from scripted_model import SCRIPTS, make_scripted_model
 
@@ -81,6 +85,27 @@ def test_litellm(scripted: str) -> None:
     assert said.usage.completion_tokens == 3
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(messages=ASKED, temperature=3.0, **fields)
+
+
+def test_the_settings_of_the_page_are_those_that_clients_need(scripted: str) -> None:
+    (block,) = blocks("python", "docs/clients.md")
+    num_run = 0
+    for line in block.text.splitlines():
+        with contextlib.suppress(ImportError):
+            names = {name: importlib.import_module(name) for name in re.findall(r"(\w+)\.\w+\(", line)}
+            text = line.replace("http://HOST:8000/v1", scripted).replace("NAME", "scripted")
+            made = eval(text, {**names, "messages": ASKED})
+            if "ChatOpenAI" in line:
+                assert made.invoke("What?").text == SCRIPTS["hello"]
+            elif "instructor" in line:
+                fields: dict[str, Any] = {"model": "scripted", "messages": ASKED, "extra_body": says("think")}
+                asked = made.chat.completions.create(**fields, response_model=Person, max_retries=0, max_tokens=300)
+                assert isinstance(asked, Person)
+            else:
+                assert made.choices[0].message.content == SCRIPTS["hello"]
+            num_run += 1
+    if not num_run:
+        pytest.skip("none of the three is installed")
 
 
 def test_litellm_responses(scripted: str) -> None:

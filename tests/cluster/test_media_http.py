@@ -11,11 +11,13 @@ import zlib
 from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
+from documented import blocks
 from PIL import Image
 from router_in_thread import RouterInThread
 from tiny_hf_models import TOWERS, tiny_hf_model
@@ -175,6 +177,16 @@ def test_openais_client_and_both_apis_tell_pictures_apart(llava: Served) -> None
         assert response.output_text == completion.choices[0].message.content
         texts.add(response.output_text)
     assert len(texts) == 2
+
+
+def test_the_program_of_the_page_is_answered(llava: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = blocks("python", "docs/multimodal.md")
+    (tmp_path / "cat.png").write_bytes(picture(5))
+    monkeypatch.chdir(tmp_path)
+    client = openai.OpenAI(base_url=f"{llava.split.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+    names: dict[str, Any] = {"client": client, "model": llava.folder.name}
+    exec(block.text, names)
+    assert names["answer"].usage.completion_tokens
 
 
 def test_prompts_of_programs_hold_pictures(llava: Served) -> None:

@@ -55,6 +55,11 @@ def blocks(language: str, page: str = "") -> list[Block]:
     return [block for block in found if block.language == language]
 
 
+def languages() -> set[str]:
+    """Of all fenced blocks."""
+    return {kind for path in PAGES for kind, _ in _FENCE.findall(path.read_text())}
+
+
 def inline(page: Path) -> list[str]:
     """What stands between backticks in a page's sentences and tables, in one line each."""
     return [" ".join(text.split()) for text in _INLINE.findall(_FENCE.sub("", page.read_text()))]
@@ -97,13 +102,28 @@ NOT_RUN = {
     ("docs/quantised_weights.md", "tandem serve MODEL-FP8"): "a checkpoint of somebody's; the page names its tests",
     ("docs/scaling.md", "tandem serve MODEL --ray"): "tests/cluster/test_ray.py",
     ("docs/scaling.md", "kubectl"): "it needs a Kubernetes",
-    ("docs/scaling.md", "tandem scale"): "it needs a Kubernetes; the page names its test against a stand-in",
+    ("docs/scaling.md", "tandem scale"): "tests/unit/deploy/scale/test_kubernetes.py, against a stand-in",
     ("docs/several_hosts.md", "pip"): "it installs; the extra is looked up",
     ("docs/several_hosts.md", "tandem serve /models/Qwen3-8B --ray"): "tests/cluster/test_ray.py",
     ("docs/supported.md", "pip"): "it installs; tests/cluster/test_wheel.py does so without a network",
     ("docs/tracing.md", "pip"): "it installs; the extra is looked up",
     ("docs/verification.md", ".venv/bin/python tests/soak"): "hours; tests/cluster/test_soak.py runs short ones",
 }  # fmt: skip
+
+
+# Which test runs the programs of a page, or reads its files of settings.
+RUN_BY = {
+    ("python", "README.md"): "tests/cluster/test_documented_commands.py",
+    ("python", "docs/clients.md"): "tests/cluster/test_clients.py",
+    ("python", "docs/from_vllm.md"): "tests/cluster/test_documented_commands.py",
+    ("python", "docs/multimodal.md"): "tests/cluster/test_media_http.py",
+    ("python", "docs/python.md"): "tests/cluster/test_documented_commands.py",
+    ("python", "docs/quickstart.md"): "tests/cluster/test_recipes.py",
+    ("python", "docs/recipes.md"): "tests/cluster/test_recipes.py",
+    ("yaml", "docs/keys.md"): "tests/unit/router/access/test_api_keys.py",
+    ("yaml", "docs/metrics.md"): "tests/unit/deploy/observe/test_observe.py",
+    ("yaml", "docs/scaling.md"): "tests/unit/deploy/test_helm_chart.py",
+}
 
 
 def why_not_run(page: str, line: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from documented import NOT_RUN, PAGES, ROOT, Block, blocks, inline, name_of, programs, why_not_run
+from documented import NOT_RUN, PAGES, ROOT, RUN_BY, Block, blocks, inline, languages, name_of, programs, why_not_run
 
 from tandem.deploy.cli import make_parser
 
@@ -145,6 +145,18 @@ def test_what_is_not_run_stands_there() -> None:
     lines = [(block.page, line) for block in blocks("sh") for line in block.lines]
     unused = [(page, start) for page, start in NOT_RUN if not any(p == page and x.startswith(start) for p, x in lines)]
     assert unused == []
+
+
+def test_whatever_else_is_fenced_is_a_drawing_or_has_a_test() -> None:
+    others = languages() - {"", "sh", "text"}
+    assert {(language, block.page) for language in others for block in blocks(language)} == set(RUN_BY)
+    for (language, page), test in RUN_BY.items():
+        assert re.search(rf"\b{Path(page).stem}\b", (ROOT / test).read_text()), f"{test} names no {page}"
+        for block in blocks(language, page):
+            if language == "python":
+                compile(block.text, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            else:
+                assert yaml.safe_load(block.text), page
 
 
 def test_commands_stand_in_blocks_that_are_called_shell() -> None:

@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
+from documented import blocks
 from waiting import PATIENCE_S
 
 from tandem.deploy.cli import main
@@ -105,13 +107,21 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     assert len(set(ids)) == len(ids)
 
 
+def test_what_the_page_gives_to_prometheus_loads_the_rules() -> None:
+    (block,) = blocks("yaml", "docs/metrics.md")
+    assert [RULES.parents[2] / path for path in yaml.safe_load(block.text)["rule_files"]] == [RULES]
+
+
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool comes with Prometheus, which isn't installed")
-def test_prometheus_takes_them() -> None:
+def test_prometheus_takes_them(tmp_path: Path) -> None:
     def promtool(*command: str, stdin: bytes = b"") -> str:
         assert PROMTOOL is not None
         ran = subprocess.run([PROMTOOL, *command], input=stdin, capture_output=True, timeout=PATIENCE_S)
         return (ran.stdout + ran.stderr).decode()
 
+    settings = tmp_path / "prometheus.yml"
+    settings.write_text(blocks("yaml", "docs/metrics.md")[0].text.replace("deploy/", f"{RULES.parents[1]}/"))
+    assert "SUCCESS" in promtool("check", "config", str(settings))
     assert "SUCCESS" in promtool("check", "rules", str(RULES))
     assert "SUCCESS" in promtool("test", "rules", str(RULES.with_name("alerts_test.yml")))
     complaints = promtool("check", "metrics", stdin=metrics_of_a_cluster().exposition()).splitlines()

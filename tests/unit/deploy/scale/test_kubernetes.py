@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from documented import blocks
 from kubernetes_api import TOKEN, KubernetesApi
 
 from tandem.deploy.cli import main
@@ -41,6 +44,19 @@ def test_deployments_get_the_sizes_that_are_asked_for(
     api.metrics.waiting.set(0)
     assert scale(api, token) == 0
     assert api.replicas == {"tandem-prefill": 0, "tandem-decode": 0}, "nothing to do anywhere"
+
+
+def test_what_the_page_says_to_type_is_what_works(
+    api: KubernetesApi, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    (line,) = (line for line in blocks("sh", "docs/scaling.md")[1].lines if line.startswith("tandem scale "))
+    here = re.sub(r"http://(router:8000|127\.0\.0\.1:8001)", api.url, line)
+    assert here.count(api.url) == 2
+    assert main([*shlex.split(here)[1:], "--token-file", str(token), "--once"]) == 0
+    assert capsys.readouterr().err.endswith("decode: 0 -> 1\n")
+    assert api.replicas == {"tandem-prefill": 1, "tandem-decode": 1}, "the least that it names"
 
 
 def test_who_may_not_or_does_not_answer_changes_nothing(

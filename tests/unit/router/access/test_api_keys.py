@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from documented import blocks
 
 from tandem.engine.contracts.errors import AuthenticationError, ConfigError, ScopeError
 from tandem.engine.contracts.security import ClusterKeys
@@ -49,6 +50,20 @@ def test_lines_are_keys_without_tenants(tmp_path: Path) -> None:
         asks(keys, "first", "Basic")
     with pytest.raises(AuthenticationError):
         keys.check([])
+
+
+def test_the_file_that_the_page_of_keys_shows_is_one(tmp_path: Path) -> None:
+    (block,) = blocks("yaml", "docs/keys.md")
+    digest = hashlib.sha256(b"test").hexdigest()
+    assert f"sha256:{digest[:8]}…" in block.text
+    keys = opened(tmp_path, block.text.replace(f"{digest[:8]}…", digest))
+    whole, narrow = caller(keys, "sk-4f…"), caller(keys, "test")
+    assert (whole.tenant.name, whole.limits) == ("acme", KeyLimits(requests_per_minute=60))
+    assert (narrow.tenant.name, narrow.limits) == ("globex", KeyLimits(600, 200_000, 16))
+    assert narrow.tenant.targets == Targets(ttft_s=0.5)
+    assert keys.public_prefixes == ["You are a helpful assistant of …"]
+    with pytest.raises(ScopeError):
+        caller(keys, "test", scope="admin")
 
 
 @pytest.mark.parametrize("name", ["keys.yaml", "keys.yml", "keys.json", "keys.txt", "keys"])
