@@ -1,9 +1,8 @@
 """Products over quantised weights: y = x @ weight^T.
 
-Up to some hundred rows the kernel of triton_kernels/products/matmul_quantised.py reads each weight once; over fp8
-activations become two e4m3 numbers each, which hold all that bf16 holds, or from 65 rows one. Prompts over fp8 weights
-with a scale an output are multiplied in fp8 on both sides by torch, a scale a row of x; other prompts, and devices
-without Triton, have the weight made whole first and multiply by torch.
+Up to some hundred rows the kernel of triton_kernels/products/matmul_quantised.py reads each weight once. Over fp8
+weights rows, but one alone, are rounded to e4m3 as well, with a scale a row. Prompts over fp8 weights with a scale an
+output are multiplied so by torch; other prompts, and devices without Triton, have the weight made whole first.
 
 M rows, N outputs, K inputs.
 """
@@ -69,28 +68,14 @@ def scaled_linear(x_MK: torch.Tensor, weight: QuantisedWeight, bias_N: torch.Ten
     return out
 
 
-def quantise_rows(x_MK: torch.Tensor, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 [M, K] and fp32 [M, 1]: each row divided by its scale, so that its largest number is the format's.
-
-    In two parts: e4m3 [2, M, K], high and low, of which high + low / 16 is the row divided by a power of two. A number
-    of bf16 has 8 bits: high takes four, what is left fits low. So nothing is lost unless it is 2^-13 of the largest.
-    """
+def quantise_rows(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 [M, K] and fp32 [M, 1]: each row divided by its scale, so that its largest number is the format's."""
     if is_fused(x_MK):
         from tandem.kernels.triton_kernels.products.quantise_rows import quantise_rows_triton
 
-        return quantise_rows_triton(x_MK, parts)
-    if parts == 2:
-        return _in_two_parts(x_MK)
+        return quantise_rows_triton(x_MK)
     scale = (x_MK.abs().amax(1, keepdim=True).float() / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
     return (x_MK.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
-
-
-def _in_two_parts(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    largest = x_MK.abs().amax(1, keepdim=True).float().clamp_min(2.0**-100)
-    scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 8)
-    scaled = x_MK.float() / scale
-    high = scaled.to(FP8)
-    return torch.stack([high, ((scaled - high.float()) * 16).to(FP8)]), scale
 
 
 @functools.cache
@@ -110,13 +95,12 @@ def _plan(x_MK: torch.Tensor, weight: QuantisedWeight, silu: bool) -> QuantisedP
         return None
     if x_MK.stride(1) != 1 or x_MK.stride(0) % 16 or torch.cuda.get_device_capability(x_MK.device) < (8, 9):
         return None
-    device = x_MK.device
-    for by_parts in (True, False):
+    for may_round in (True, False):
         plan = choose_plan(
-            x_MK.shape[0], *weight.shape, weight.group, weight.bits, by_parts=by_parts and x_MK.dtype == torch.bfloat16
-        )
-        tried = plan and plan._replace(splits=min(plan.splits, 2))
-        if tried and _is_right(tried, weight.group, weight.bits, weight.scales.dtype, x_MK.dtype, device, silu):
+            x_MK.shape[0], *weight.shape, weight.group, weight.bits,
+            may_round=may_round and x_MK.dtype == torch.bfloat16,
+        )  # fmt: skip
+        if plan and _is_right(plan, weight.group, weight.bits, weight.scales.dtype, x_MK.dtype, x_MK.device, silu):
             return plan
     return None
 
@@ -145,7 +129,7 @@ def _is_right(
         weight = quantise_fp8(plain)
 
     def expected() -> torch.Tensor:
-        values, scales = quantise_rows(x) if plan.parts == 1 else (x, 1)
+        values, scales = quantise_rows(x) if plan.rounded else (x, 1)
         product = functional.linear(values.float() * scales, weight.dequantised(torch.float32))
         return silu_mul(product, GATE_UP_GROUP) if silu else product
 
@@ -161,7 +145,7 @@ def _by_plan(
 
     num_outputs = weight.shape[0] // (2 if silu else 1)
     out = torch.empty((x_MK.shape[0], num_outputs), dtype=x_MK.dtype, device=x_MK.device)
-    x, x_scales = quantise_rows(x_MK, plan.parts) if plan.parts else (x_MK, None)
+    x, x_scales = quantise_rows(x_MK) if plan.rounded else (x_MK, None)
     launch(plan, x, weight, out, arrivals_of(x_MK.device), bias_N=bias_N, silu=silu, x_scales=x_scales)
     return out
 

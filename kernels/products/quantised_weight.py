@@ -36,6 +36,11 @@ class QuantisedWeight:
         return self.values.shape[0], self.values.shape[1] * (1 if self.zeros is None else 2)
 
     @property
+    def words(self) -> torch.Tensor:
+        """What kernels read: e4m3 [N, K], or int32 [N, K / 8]."""
+        return self.values if self.zeros is None else self.values.view(torch.int32)
+
+    @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors())
 
@@ -122,10 +127,11 @@ def quantise_int4(weight_NK: torch.Tensor, group: int, scale_dtype: torch.dtype)
 
 
 def packed(stored_NK: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, K] of 0 to 15 -> uint8 [N, K / 2], K a multiple of 32. Byte 16 b + 4 t + 2 s + h holds inputs
-    32 b + 16 s + 8 h + 2 t + p, the lower half that of p = 0: a lane of the tensor cores finds its own in one word."""
+    """uint8 [N, K] of 0 to 15 -> uint8 [N, K / 2], K a multiple of 32. Byte 16 b + 4 t + 2 p + s holds inputs
+    32 b + 16 s + 8 h + 2 t + p, the lower half that of h = 0: a lane of the tensor cores finds its own in one word, the
+    pairs that it multiplies at once in the same places of the word's halves."""
     num_outputs, num_inputs = stored_NK.shape
-    by_place = stored_NK.view(num_outputs, num_inputs // LANE_INPUTS, 2, 2, 4, 2).permute(0, 1, 4, 2, 3, 5)
+    by_place = stored_NK.view(num_outputs, num_inputs // LANE_INPUTS, 2, 2, 4, 2).permute(0, 1, 4, 5, 2, 3)
     pairs = by_place.reshape(num_outputs, num_inputs // 2, 2)
     return pairs[:, :, 0] | pairs[:, :, 1] << 4
 
@@ -134,7 +140,7 @@ def unpacked(pairs: torch.Tensor) -> torch.Tensor:
     """What `packed` was given."""
     num_outputs, num_inputs = pairs.shape[0], pairs.shape[1] * 2
     stored = torch.stack((pairs & 15, pairs >> 4), 2).view(num_outputs, num_inputs // LANE_INPUTS, 4, 2, 2, 2)
-    return stored.permute(0, 1, 3, 4, 2, 5).reshape(num_outputs, num_inputs)
+    return stored.permute(0, 1, 4, 5, 2, 3).reshape(num_outputs, num_inputs)
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 CUDA = torch.device("cuda", 0)
+ROUNDING_FORMS = ("compressed_channel", "fp8_blocks")
 KINDS = ("fp8", "fp8 in groups", "int4 in groups")
 
 
@@ -44,19 +45,14 @@ def weight_of(kind: str, outputs: int, inputs: int) -> QuantisedWeight:
 def test_few_rows_are_products_with_the_weights_made_whole(kind: str, outputs: int, inputs: int) -> None:
     weight = weight_of(kind, outputs, inputs)
     whole = weight.dequantised(torch.float32)
-    for rows in (1, 2, 16, 17, 64):
+    for rows in (1, 2, 16, 17, 64, 65, 128, 200, 256):
         x = torch.randn(rows, inputs, device=CUDA).bfloat16()
-        assert parts_of(x, weight) == (2 if rows > 1 and kind != "int4 in groups" else 0)
-        product = functional.linear(x.float(), whole)
-        out = quantised.linear(x, weight)
-        assert relative_error(out, product) < 4e-3
-        assert torch.equal(out, quantised.linear(x, weight))
-        assert relative_error(quantised.linear(x, weight, silu=True), silu_mul(product, 8)) < 5e-3
-    for rows in (65, 128, 200, 256):
-        x = torch.randn(rows, inputs, device=CUDA).bfloat16()
-        assert parts_of(x, weight) == (1 if kind == "fp8" else 0)
-        values, scales = quantised.quantise_rows(x) if kind == "fp8" else (x, 1)
+        assert rounds(x, weight) == (rows > 1 and kind != "int4 in groups")
+        values, scales = quantised.quantise_rows(x) if rounds(x, weight) else (x, 1)
         product = functional.linear(values.float() * scales, whole)
+        out = quantised.linear(x, weight)
+        assert relative_error(out, product) < 5e-3
+        assert torch.equal(out, quantised.linear(x, weight))
         bias = torch.randn(outputs, device=CUDA).bfloat16()
         assert relative_error(quantised.linear(x, weight, bias), product + bias) < 5e-3
         assert relative_error(quantised.linear(x, weight, silu=True), silu_mul(product, 8)) < 6e-3
@@ -64,16 +60,9 @@ def test_few_rows_are_products_with_the_weights_made_whole(kind: str, outputs: i
     assert relative_error(quantised.made_whole(weight, x), whole) < 4e-3
 
 
-def parts_of(x: torch.Tensor, weight: QuantisedWeight) -> int:
+def rounds(x: torch.Tensor, weight: QuantisedWeight) -> bool:
     plan = quantised._plan(x, weight, silu=False)
-    assert plan is not None, "the kernel doesn't serve"
-    return plan.parts
-
-
-def test_two_parts_hold_all_that_bf16_holds() -> None:
-    x = torch.randn(64, 14336, device=CUDA).bfloat16()
-    (high, low), scales = quantised.quantise_rows(x, 2)
-    assert relative_error((high.float() + low.float() / 16) * scales, x.float()) < 2**-12
+    return quantised._takes_scaled(x, weight) if plan is None else plan.rounded
 
 
 def test_prompts_over_fp8_lose_what_rounding_activations_loses() -> None:
@@ -106,14 +95,10 @@ def test_greedy_against_the_dequantised_weights_in_fp32(form: str, tmp_path: Pat
     nodes = decode, prefill = cuda_pair(folder)
     sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     with client_of(nodes) as client:
-        prompts = [
-            random_prompt(length, seed=length) for length in (1, 17, 60)
-        ]  # few enough rows that activations stay as they are
-        results = []
-        for index, prompt in enumerate(prompts):
-            split = client.submit(f"s{index}", prompt, sampling, decode=decode.info, prefill=prefill.info)
-            results += [(prompt, split), (prompt, client.submit(f"a{index}", prompt, sampling, decode=decode.info))]
-        client.wait()
-        for prompt, result in results:
-            assert result.failed is None, result.failed
-            check_against_reference(twin, prompt, result.output(), torch.bfloat16)
+        lengths = (1,) if form in ROUNDING_FORMS else (1, 17, 60)  # one row alone keeps its activations over fp8
+        for prompt in (random_prompt(length, seed=length) for length in lengths):
+            for name, both in (("split", {"prefill": prefill.info}), ("alone", {})):
+                result = client.submit(f"{name}{len(prompt)}", prompt, sampling, decode=decode.info, **both)
+                client.wait()
+                assert result.failed is None, result.failed
+                check_against_reference(twin, prompt, result.output(), torch.bfloat16)

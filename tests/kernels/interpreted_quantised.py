@@ -4,7 +4,6 @@ test_triton_interpreter.py."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -37,8 +36,7 @@ def weight_of(kind: str, num_outputs: int, num_inputs: int) -> QuantisedWeight:
         (1, 64, 128, QuantisedPlan(32, 16, 64, 1, 4, 3)),
         (1, 64, 256, QuantisedPlan(32, 1, 64, 2, 4, 3)),  # without tensor cores
         (19, 64, 320, QuantisedPlan(32, 16, 32, 3, 4, 2)),  # rows and K in several parts
-        (19, 64, 256, QuantisedPlan(32, 16, 64, 2, 4, 3, parts=2)),  # activations in two parts, and in one
-        (3, 64, 128, QuantisedPlan(32, 16, 64, 2, 4, 3, parts=1)),
+        (19, 64, 256, QuantisedPlan(32, 16, 64, 2, 4, 3, rounded=True)),
     ],
 )
 def test_the_product_is_that_of_the_weights_made_whole(
@@ -47,13 +45,9 @@ def test_the_product_is_that_of_the_weights_made_whole(
     torch.manual_seed(num_rows)
     weight, bias = weight_of(kind, num_outputs, num_inputs), torch.randn(num_outputs)
     x, arrivals = torch.randn(num_rows, num_inputs + 16)[:, :num_inputs], torch.zeros(64, dtype=torch.int32)
-    plan = plan if weight.bits == 8 else plan._replace(parts=0)  # over 4 bits activations stay as they are
-    x_scales = None
-    if plan.parts:
-        stored, x_scales = quantise_rows(x.bfloat16(), plan.parts)
-        x = (stored.float()[0] + stored.float()[1] / 16 if plan.parts == 2 else stored.float()) * x_scales
-    else:
-        stored = x
+    plan = plan if weight.bits == 8 else plan._replace(rounded=False)  # over 4 bits activations stay as they are
+    stored, x_scales = quantise_rows(x.bfloat16()) if plan.rounded else (x, None)
+    x = x if x_scales is None else stored.float() * x_scales
     run = functools.partial(launch, plan, stored, x_scales=x_scales, arrivals=arrivals)
     whole = weight.dequantised(torch.float32)
     out = torch.full((num_rows, num_outputs), torch.nan)
@@ -80,14 +74,3 @@ def test_rows_of_activations_are_divided_by_their_largest_number() -> None:
     assert torch.equal(scales, their_scales)
     assert torch.equal(values.float(), expected.float())
     assert torch.equal(values.float() * scales, x)
-
-
-@pytest.mark.parametrize(("rounded", "least", "most"), [(quantise_rows, -13, 1.99), (quantise_rows_triton, -9, 1.99)])
-def test_two_parts_hold_all_that_bf16_holds(
-    rounded: Callable[[torch.Tensor, int], tuple[torch.Tensor, ...]], least: int, most: float
-) -> None:  # the interpreter is spared what it gets wrong: subnormal numbers, and rounding up to a power of two
-    signs, powers = torch.randn(5, 72).sign(), torch.exp2(torch.randint(least, 1, (5, 72)).float())
-    x = signs * (1 + (most - 1) * torch.rand(5, 72)) * powers
-    x = (x * torch.tensor([1.0, 2**-70, 2**70, 0.0, 0.25])[:, None]).bfloat16()
-    (high, low), scales = rounded(x, 2)
-    assert torch.equal((high.float() + low.float() / 16) * scales, x.float())

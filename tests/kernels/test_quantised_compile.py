@@ -51,8 +51,8 @@ def test_products_compile(num_rows: int, group: int, bits: int, silu: bool, capa
     plan = choose_plan(num_rows, 28672 if silu else 4096, 4096, group, bits)
     assert plan is not None
     scale = "*fp32" if bits == 8 else "*fp16"
-    types = {**TYPES, "values": "*fp8e4nv" if bits == 8 else "*u8", "scales": scale, "zeros": scale}
-    if plan.parts:
+    types = {**TYPES, "values": "*fp8e4nv" if bits == 8 else "*i32", "scales": scale, "zeros": scale}
+    if plan.rounded:
         types["x"] = "*fp8e4nv"
     constants = constants_of(plan, group, bits, silu=silu)
     compiled = compile_kernel(matmul_quantised_kernel, types, constants, capability)
@@ -60,10 +60,9 @@ def test_products_compile(num_rows: int, group: int, bits: int, silu: bool, capa
     assert compiled.metadata.shared <= (SHARED_BYTES if capability == 90 or num_rows > 64 else 99 << 10)
     if capability == 90 and num_rows > 1:
         assert "wgmma.mma_async" in compiled.asm["ptx"]
-        assert ("e4m3.e4m3" in compiled.asm["ptx"]) == bool(plan.parts)
+        assert ("e4m3.e4m3" in compiled.asm["ptx"]) == plan.rounded
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_rounding_of_activations_compiles(parts: int) -> None:
+def test_rounding_of_activations_compiles() -> None:
     types = {"x": "*bf16", "values": "*fp8e4nv", "scales": "*fp32"}
-    compile_kernel(quantise_rows_kernel, types, {"SIZE": 14336, "PADDED": 16384, "PARTS": parts, "num_warps": 16}, 90)
+    compile_kernel(quantise_rows_kernel, types, {"SIZE": 14336, "PADDED": 16384, "num_warps": 16}, 90)
