@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from tandem.engine.contracts.model_config import MixtureConfig
-from tandem.kernels.experts.mixture import mixture
+from tandem.kernels.experts.mixture import add_mixture, mixture, takes_few
 from tandem.kernels.experts.plans import Routing
 from tandem.kernels.experts.routing import route
+from tandem.kernels.products import few_rows
 from tandem.kernels.products.matmul import linear
 
 # Where a checkpoint has a layer's mixture, and its experts' gate, up and down.
@@ -48,6 +49,20 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
         ids_Tk, weights_Tk = route(linear(x_TE, self.gate.weight), self.routing)
         return mixture(x_TE, ids_Tk, weights_Tk, self.experts.gate_up_proj, self.experts.down_proj)
+
+    def forward_few_rows(self, residual_RE: torch.Tensor, gain_E: torch.Tensor, eps: float) -> None:
+        """residual += mixture of the normalised residual, in four launches."""
+        scores_RX = few_rows.norm_linear(residual_RE, gain_E, eps, self.gate.weight)
+        ids_Rk, weights_Rk = route(scores_RX, self.routing)
+        experts = self.experts
+        add_mixture(residual_RE, (gain_E, eps), ids_Rk, weights_Rk, experts.gate_up_proj, experts.down_proj)
+
+    def few_rows_products(self) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of `forward_few_rows`'s product that isn't over experts; none if it can't be called."""
+        if not takes_few(self.routing.top_k, self.experts.gate_up_proj, self.experts.down_proj):
+            return ()
+        num_experts, hidden_size = self.gate.weight.shape
+        return ((num_experts, hidden_size),)
 
 
 def mixture_parts(name: str, parameter: torch.Tensor, architecture: str) -> dict[str, torch.Tensor]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch.nn import functional
 
-from tandem.kernels.experts.plans import MixturePlan, MixtureSizes, choose_plan, every_plan
+from tandem.kernels.experts.plans import MixturePlan, MixtureSizes, choose_plan, every_plan, few_plan
 from tandem.kernels.products import product_trials
 from tandem.kernels.products.fused_ops import is_fused
 from tandem.kernels.reference import experts as twins
@@ -36,6 +37,27 @@ def mixture(
     return run_plan(plan, x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF)
 
 
+def add_mixture(
+    residual_TE: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    ids_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    gate_up_XGE: torch.Tensor,
+    down_XEF: torch.Tensor,
+) -> None:
+    """residual += the mixture of the residual normalised, in place and in two launches, for as few tokens as
+    `takes_few` says. `norm`: gain [E] and epsilon; statistics and result in fp32."""
+    plan = few_plan(_sizes(ids_Tk, down_XEF))
+    assert plan is not None, "ask `takes_few` first"
+    run_plan(plan, residual_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF, norm)
+
+
+def takes_few(top_k: int, gate_up_XGE: torch.Tensor, down_XEF: torch.Tensor) -> bool:
+    """Whether `add_mixture` serves up to MOST_FEW_TOKENS tokens over these matrices."""
+    x, ids = gate_up_XGE[0, :1], torch.zeros(1, top_k, dtype=torch.int32, device=gate_up_XGE.device)
+    return few_plan(_sizes(ids, down_XEF)) is not None and serves(x, ids, gate_up_XGE, down_XEF)
+
+
 def serves(x_TE: torch.Tensor, ids_Tk: torch.Tensor, gate_up_XGE: torch.Tensor, down_XEF: torch.Tensor) -> bool:
     """Whether the kernels serve, for any number of tokens. When first asked for such matrices all kernels that a number
     of tokens may take are compiled and tried, which can't be while a graph is captured: RuntimeError."""
@@ -53,11 +75,12 @@ def run_plan(
     weights_Tk: torch.Tensor,
     gate_up_XGE: torch.Tensor,
     down_XEF: torch.Tensor,
+    norm: tuple[torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
-    """The mixture by a given plan: for tuning and tests. Needs a GPU."""
+    """The mixture by a given plan: for tuning and tests. `norm`: as `add_mixture`, by a few rows' plan. Needs a GPU."""
     from tandem.kernels.triton_kernels.experts.launch import launch
 
-    return launch(plan, x_TE, ids_Tk.contiguous(), weights_Tk.float().contiguous(), gate_up_XGE, down_XEF)
+    return launch(plan, x_TE, ids_Tk.contiguous(), weights_Tk.float().contiguous(), gate_up_XGE, down_XEF, norm)
 
 
 def _sizes(ids_Tk: torch.Tensor, down_XEF: torch.Tensor) -> MixtureSizes:
@@ -86,6 +109,19 @@ def _are_right(sizes: MixtureSizes, dtype: torch.dtype, device: torch.device) ->
     x = product_trials.random_matrix(19, sizes.hidden, dtype, device, 3) * 20
     ids = torch.arange(19 * sizes.top_k, dtype=torch.int32, device=device).view(19, -1) % max(1, few - 1)
     weights = torch.rand(ids.shape, device=device) + 0.5
+    gain = 1 + x[0] / 8
+
+    def added() -> torch.Tensor:
+        few_rows = x.clone()
+        add_mixture(few_rows, (gain, 1e-6), ids, weights, gate_up, down)
+        return few_rows
+
+    if few_plan(sizes) is not None and not product_trials.passes(
+        "a mixture of experts, added",
+        added,
+        lambda: x + twins.mixture(functional.rms_norm(x, (sizes.hidden,), gain, 1e-6), ids, weights, gate_up, down),
+    ):
+        return False
     return all(
         product_trials.passes(
             f"a mixture of experts by {plan}",

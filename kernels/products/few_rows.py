@@ -50,8 +50,8 @@ def serves(x_RE: torch.Tensor, products: tuple[tuple[int, int], ...]) -> bool:
 
 @functools.cache
 def _are_right(num_rows: int, products: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the products of a layer (QKV, output, gate-up, down) give what torch's operations do."""
-    checks = [_norm_trial, _add_trial, _gated_trial, _add_trial]
+    """Whether a layer's products (QKV, output, gate-up and down, or a router's) give what torch's operations do."""
+    checks = [_norm_trial, _add_trial, *((_norm_trial,) if len(products) == 3 else (_gated_trial, _add_trial))]
     return all(
         check(num_rows, *sizes, dtype=dtype, device=device) for check, sizes in zip(checks, products, strict=True)
     )

@@ -8,10 +8,13 @@ from gpu_checks import relative_error
 from near_ties import check_against_reference
 
 from in_process_cluster import client_of, cuda_pair
+from tandem.engine.contracts.model_config import MixtureConfig
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.models.mixture_layer import MixtureOfExperts
 from tandem.kernels.experts.mixture import mixture, run_plan, serves
 from tandem.kernels.experts.plans import MixtureSizes, Routing, every_plan
 from tandem.kernels.experts.routing import route
+from tandem.kernels.products.fused_ops import rms_norm
 from tandem.kernels.reference import experts as twins
 from tandem.kernels.triton_kernels.experts.sort import sort_triton
 from tiny_models import check_greedy, random_prompt, tiny_model
@@ -63,6 +66,7 @@ def test_pairs_are_sorted(num_tokens: int, top_k: int, num_experts: int) -> None
     ids = torch.randint(0, num_experts, (num_tokens, top_k), device=CUDA, dtype=torch.int32)
     for tile_m in (16, 128):
         order, tiles = sort_triton(ids, num_experts, tile_m)
+        assert bool(((tiles[:, 2] >= 0) & (tiles[:, 2] <= tile_m)).all())
         assert torch.equal(order.long(), ids.flatten().long().argsort(stable=True))
         expert, first, count, _ = tiles[tiles[:, 2] > 0].T.long()
         assert torch.equal(first, count.cumsum(0) - count)
@@ -91,6 +95,33 @@ def test_a_row_is_the_same_in_any_company() -> None:
         whole = run_plan(plan, x, ids, weights, gate_up, down)
         some = torch.randperm(300, device=CUDA)[:41]
         assert torch.equal(run_plan(plan, x[some], ids[some], weights[some], gate_up, down), whole[some]), plan
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_layer_of_few_rows_is_the_layer(rows: int) -> None:
+    """With the norm before and the addition after it inside; in graphs."""
+    config = MixtureConfig(num_experts=32, top_k=8, width=768)
+    layer = MixtureOfExperts(2048, config).to(CUDA, torch.bfloat16).requires_grad_(False)
+    for matrix in (layer.gate.weight, layer.experts.gate_up_proj, layer.experts.down_proj):
+        matrix.normal_(std=matrix.shape[-1] ** -0.5)
+    assert layer.few_rows_products() == ((32, 2048),)
+    residual, gain = torch.randn(rows, 2048, device=CUDA).bfloat16(), torch.rand(2048, device=CUDA).bfloat16() + 0.5
+    added = residual.clone()
+    layer.forward_few_rows(added, gain, 1e-6)
+    expected = residual + layer(rms_norm(residual, gain, 1e-6))
+    assert relative_error(added, expected.double()) < 1e-2
+    graph, out = torch.cuda.CUDAGraph(), residual.clone()
+    with torch.cuda.graph(graph):
+        for _ in range(4):
+            layer.forward_few_rows(out, gain, 1e-6)
+    added.copy_(residual)
+    for _ in range(4):
+        layer.forward_few_rows(added, gain, 1e-6)
+        torch.cuda.synchronize()
+    for _ in range(20):
+        out.copy_(residual)
+        graph.replay()
+        assert torch.equal(out, added)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 64, 256])

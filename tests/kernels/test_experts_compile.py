@@ -44,8 +44,9 @@ def test_products_compile(num_tokens: int) -> None:
     if isinstance(plan.gate_up, FewPlan):
         assert isinstance(plan.down, FewPlan)
         types = {**TYPES, "counts": "*fp32"}
-        compile_kernel(few_gate_up_kernel, types, launch.few_constants(plan.gate_up, 768, 2048))
-        constants = {"TOP_K": 8, **launch.few_constants(plan.down, 2048, 768)}
+        constants = {"NORM": True, **launch.few_constants(plan.gate_up, 768, 2048)}
+        compile_kernel(few_gate_up_kernel, {**types, "gain": "*bf16", "eps": "fp32"}, constants)
+        constants = {"TOP_K": 8, "ADD": True, **launch.few_constants(plan.down, 2048, 768)}
         compiled = compile_kernel(few_down_kernel, types, constants)
         assert "ld.global.cg.v4" in compiled.asm["ptx"], "weights are not read in long pieces"
         return
@@ -64,9 +65,7 @@ def test_what_lies_between_products_compiles() -> None:
         "RENORMALISE": True, "GROUPS": 8, "KEPT_GROUPS": 4, "BY_PAIRS": True, "num_warps": 1,
     }  # fmt: skip
     compile_kernel(route.route_kernel, {**TYPES, "factor": "fp32"}, constants)
-    sizes = {"CHUNK": sort.CHUNK, "ROWS": 64, "PADDED": 128, "num_warps": 8}
-    compile_kernel(sort.count_kernel, {**TYPES, "counts": "*i32"}, {**sizes})
-    compile_kernel(sort.place_kernel, {**TYPES, "counts": "*i32"}, {**sizes, "IS_ONE": False})
+    compile_kernel(sort.sort_kernel, TYPES, {"BLOCK": sort.MANY_PAIRS, "num_warps": 16})
     compile_kernel(add_up_kernel, TYPES, {"SIZE": 2048, "TOP_K": 8, "BLOCK": 1024, "num_warps": 4})
 
 

@@ -2,7 +2,8 @@
 
 T tokens, k experts of each, X experts, K inputs. No tensor cores, no sort: with so few rows hardly two choose the same
 expert. Two launches: gate and up of each pair, gated; then down, summed over a token's experts in the order of its
-choice, in fp32 and rounded once.
+choice, in fp32 and rounded once. As in matmul_rows.py the norm before can be done in the first (its scale is one number
+a row, so it is applied to the sums), and the addition to the residual stream in the second.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,21 +15,24 @@ import triton.language as tl
 from tandem.kernels.triton_kernels.common import begin
 
 
-@triton.jit(do_not_specialize=["x_row", "w_row", "w_expert", "up", "top_k"])
+@triton.jit(do_not_specialize=["x_row", "w_row", "w_expert", "up", "top_k", "eps"])
 def few_gate_up_kernel(
-    x,  # [T, K], strides (x_row, 1)
+    x,  # [T, K], strides (16 * x_row, 1)
     weight,  # [X, N, K], strides (16 * w_expert, 16 * w_row, 1)
     ids,  # int32 [P]
+    gain,  # [K], NORM: x is divided by its root mean square and multiplied with this
     y,  # [P, SIZE] contiguous
     x_row,
     w_row,
     w_expert,
     up,  # rows of a matrix before up's first
     top_k,
+    eps,
     SIZE: tl.constexpr,  # outputs; TILE_N divides it
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     STEPS: tl.constexpr,  # K / TILE_K
+    NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (SIZE / TILE_N, P)."""
@@ -40,20 +44,27 @@ def few_gate_up_kernel(
     expert = tl.load(ids + pair).to(tl.int64)
     gates = weight + expert * (w_expert * 16) + offsets
     ups = gates + up.to(tl.int64) * (w_row * 16)
-    inputs = x + (pair // top_k).to(tl.int64) * x_row + columns
+    inputs = x + (pair // top_k).to(tl.int64) * (x_row * 16) + columns
     next_gate, next_up = tl.load(gates, cache_modifier=".cg"), tl.load(ups, cache_modifier=".cg")
     gate_sums = tl.zeros([TILE_N, TILE_K], tl.float32)
     up_sums = tl.zeros([TILE_N, TILE_K], tl.float32)
+    squares = tl.zeros([TILE_K], tl.float32)
     for step in tl.static_range(STEPS):
         gate, upper = next_gate, next_up
         if step + 1 < STEPS:
             next_gate = tl.load(gates + (step + 1) * TILE_K, cache_modifier=".cg")
             next_up = tl.load(ups + (step + 1) * TILE_K, cache_modifier=".cg")
-        values = tl.load(inputs + step * TILE_K).to(tl.float32)[None, :]
-        gate_sums += gate.to(tl.float32) * values
-        up_sums += upper.to(tl.float32) * values
-    total = tl.sum(gate_sums, 1)
-    activated = total / (1.0 + tl.exp(-total)) * tl.sum(up_sums, 1)
+        values = tl.load(inputs + step * TILE_K).to(tl.float32)
+        if NORM:
+            squares += values * values
+            values *= tl.load(gain + step * TILE_K + columns).to(tl.float32)
+        gate_sums += gate.to(tl.float32) * values[None, :]
+        up_sums += upper.to(tl.float32) * values[None, :]
+    total, factor = tl.sum(gate_sums, 1), tl.sum(up_sums, 1)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, 0) / (TILE_K * STEPS) + eps)
+        total, factor = total * scale, factor * scale
+    activated = total / (1.0 + tl.exp(-total)) * factor
     tl.store(y + pair * SIZE + outputs, activated.to(y.dtype.element_ty))
 
 
@@ -71,6 +82,7 @@ def few_down_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     STEPS: tl.constexpr,  # K / TILE_K
+    ADD: tl.constexpr,  # y += instead of y =
     PDL: tl.constexpr,
 ):
     """Grid (SIZE / TILE_N, T)."""
@@ -91,4 +103,7 @@ def few_down_kernel(
         pair = token * TOP_K + unit // STEPS
         values = tl.load(x + pair * (STEPS * TILE_K) + unit % STEPS * TILE_K + columns).to(tl.float32)
         sums += current.to(tl.float32) * (values * tl.load(counts + pair))[None, :]
-    tl.store(y + token * SIZE + outputs, tl.sum(sums, 1).to(y.dtype.element_ty))
+    total = tl.sum(sums, 1)
+    if ADD:
+        total += tl.load(y + token * SIZE + outputs).to(tl.float32)
+    tl.store(y + token * SIZE + outputs, total.to(y.dtype.element_ty))

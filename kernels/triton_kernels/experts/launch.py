@@ -36,17 +36,23 @@ def launch(
     weights_Tk: torch.Tensor,
     gate_up_XGE: torch.Tensor,
     down_XEF: torch.Tensor,
+    norm: tuple[torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
-    """What the mixture makes of x, [T, E]. Rows of x and of matrices start at multiples of 16 elements."""
+    """What the mixture makes of x, [T, E]. Rows of x and of matrices start at multiples of 16 elements.
+
+    `norm` (gain [E], epsilon), by FewPlans alone: x, which is contiguous, becomes x + what the mixture makes of x
+    normalised, and is returned.
+    """
     num_tokens, (num_experts, hidden, width) = len(x_TE), down_XEF.shape
     device, dtype, num_pairs = x_TE.device, x_TE.dtype, ids_Tk.numel()
     activated = torch.empty((num_pairs, width), dtype=dtype, device=device)
-    out = torch.empty((num_tokens, hidden), dtype=dtype, device=device)
+    out = torch.empty((num_tokens, hidden), dtype=dtype, device=device) if norm is None else x_TE
     if isinstance(plan.gate_up, FewPlan):
         assert isinstance(plan.down, FewPlan), f"{plan} mixes ways"
-        _launch_few(plan.gate_up, plan.down, x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF, activated, out)
+        _launch_few(plan.gate_up, plan.down, x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF, activated, out, norm)
         return out
     assert isinstance(plan.down, GroupedPlan), f"{plan} mixes ways"
+    assert norm is None, f"{plan} takes x as it is"
     assert plan.down.tile_m == plan.gate_up.tile_m, f"{plan} cuts rows in two ways"
     order, tiles = sort_triton(ids_Tk, num_experts, plan.gate_up.tile_m)
     _launch_grouped(plan.gate_up, x_TE, gate_up_XGE, order, tiles, weights_Tk, activated, is_gated=True)
@@ -69,16 +75,18 @@ def _launch_few(
     down_XEF: torch.Tensor,
     activated: torch.Tensor,
     out: torch.Tensor,
+    norm: tuple[torch.Tensor, float] | None,
 ) -> None:
+    gain, eps = norm or (x_TE, 0.0)
     (num_tokens, top_k), (_, hidden, width) = ids_Tk.shape, down_XEF.shape
     few_gate_up_kernel[(width // gate_up.tile_n, num_tokens * top_k)](
-        x_TE, gate_up_XGE, ids_Tk, activated,
-        x_TE.stride(0), gate_up_XGE.stride(1) // 16, gate_up_XGE.stride(0) // 16, width, top_k,
-        **few_constants(gate_up, width, hidden), **overlap(x_TE.device),
+        x_TE, gate_up_XGE, ids_Tk, gain, activated,
+        x_TE.stride(0) // 16, gate_up_XGE.stride(1) // 16, gate_up_XGE.stride(0) // 16, width, top_k, eps,
+        NORM=norm is not None, **few_constants(gate_up, width, hidden), **overlap(x_TE.device),
     )  # fmt: skip
     few_down_kernel[(hidden // down.tile_n, num_tokens)](
         activated, down_XEF, ids_Tk, weights_Tk, out, down_XEF.stride(1) // 16, down_XEF.stride(0) // 16,
-        TOP_K=top_k, **few_constants(down, hidden, width), **overlap(x_TE.device),
+        TOP_K=top_k, ADD=norm is not None, **few_constants(down, hidden, width), **overlap(x_TE.device),
     )  # fmt: skip
 
 
