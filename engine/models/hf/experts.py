@@ -32,6 +32,7 @@ def experts_forward(
         ids, matrices = top_k_index.int(), (module.gate_up_proj, module.down_proj)
         if mixture.serves(hidden_states, ids, *matrices):
             return mixture.mixture(hidden_states, ids, top_k_weights.float(), *matrices)
+    top_k_index = top_k_index.long()
     asks_host = hidden_states.is_cuda and not _groups_on_device(hidden_states.device, hidden_states.dtype)
     if asks_host and (len(hidden_states) <= DENSE_TOKENS or torch.cuda.is_current_stream_capturing()):
         return all_experts(module, hidden_states, top_k_index, top_k_weights)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_hf_models import tiny_hf_model
 
-from tandem.engine.models.hf import experts
+from tandem.engine.models.hf import experts, routers
 from tandem.engine.models.hf.attention import NAME
 from tandem.engine.models.hf.config import read_config
 from tandem.engine.models.hf.layers import build_empty
@@ -34,3 +34,20 @@ def test_every_architecture_that_can_takes_ours() -> None:
     for family, name in (("qwen3_moe", NAME), ("gpt_oss", NAME), ("llama4_text", "eager")):
         config: Any = build_empty(read_config(tiny_hf_model(family))).config
         assert config._experts_implementation == name
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe"])
+def test_known_routers_choose_as_their_own_code(family: str) -> None:
+    causal = _loaded(tiny_hf_model(family), torch.float32)
+    module: Any = next(module for module in causal.modules() if routers.is_known(module))
+    module.norm_topk_prob, module.routed_scaling_factor = True, 2.5
+    if family == "deepseek_v2":
+        module.topk_method, module.num_group, module.topk_group = "group_limited_greedy", 2, 1
+    else:
+        module.e_score_correction_bias.uniform_()
+    hidden_TE = torch.randn(9, causal.config.hidden_size)
+    _, weights, ids = type(module).forward(module, hidden_TE)
+    _, our_weights, our_ids = routers.GroupedRouter(module)(hidden_TE)
+    their_order, our_order = ids.argsort(1), our_ids.argsort(1)
+    assert torch.equal(ids.gather(1, their_order), our_ids.long().gather(1, our_order))
+    torch.testing.assert_close(our_weights.gather(1, our_order), weights.gather(1, their_order))
