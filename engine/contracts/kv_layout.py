@@ -14,8 +14,8 @@ class KVGroup(msgspec.Struct, frozen=True):
     num_kv_heads: int  # heads held by this rank
     head_dim: int
     dtype: str  # a key of DTYPE_BYTES
-    kind: str = "full"
-    num_planes: int = 2  # K and V
+    kind: str = "full"  # or "latent": rows of which all heads' keys and values are made
+    num_planes: int = 2  # K and V; of latents 1
     window: int | None = None
     num_all_kv_heads: int = 0  # of the model; 0: num_kv_heads * tp_size. If it is less, ranks hold copies of heads
     k_scales: tuple[float, ...] = ()  # scales of fp8, one a layer: value = stored * scale. (): 1.0 for all
@@ -28,7 +28,7 @@ class KVGroup(msgspec.Struct, frozen=True):
 
 
 class KVLayout(msgspec.Struct, frozen=True):
-    """Pool layout: `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`, C order, a block contiguous.
+    """Pool layout: `[num_blocks, num_kv_heads, num_layers, planes, block_size, head_dim]`, C order, a block contiguous.
 
     `block_stride_bytes` may exceed the payload (room for fp8 scales). 0 means: exactly the payload.
     """

@@ -191,6 +191,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The facts of an encoder; None, since this model has only a decoder."""
         return None
 
+    @property
+    def latent_size(self) -> None:
+        """None: keys and values are kept, of each head."""
+        return None
+
     def window_of(self, layer: int) -> int | None:
         if self.sliding_window is None or (self.sliding_layers and not self.sliding_layers[layer]):
             return None

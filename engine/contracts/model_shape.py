@@ -29,6 +29,12 @@ class ModelShape(Protocol):
     def head_dim(self) -> int: ...
 
     @property
+    def latent_size(self) -> int | None:
+        """None: a head's keys and values are kept. Else its latents are, rows of `head_dim` elements of which the first
+        so many are the values."""
+        ...
+
+    @property
     def vocab_size(self) -> int: ...
 
     @property

@@ -43,11 +43,16 @@ def make_layout(
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise ConfigError(f"KV can't be kept as {name}: choose one of {', '.join(DTYPE_BYTES)}")
+    keeps_latents = model_config.latent_size is not None
+    if keeps_latents and dtype.itemsize == 1:
+        raise ConfigError("--kv-cache-dtype fp8_e4m3: latents are kept in 16 bits or more; choose auto")
     group = KVGroup(
         num_layers=model_config.num_layers,
         num_kv_heads=own_kv_heads,
         head_dim=model_config.head_dim,
         dtype=name,
+        kind="latent" if keeps_latents else "full",
+        num_planes=1 if keeps_latents else 2,
         num_all_kv_heads=num_kv_heads,
         k_scales=() if scales is None else scales.k,
         v_scales=() if scales is None else scales.v,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedKV
+from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedKV, Prefill
 from tandem.kernels.api.errors import BackendUnavailableError
-from tandem.kernels.api.metadata import AttentionMetadata, PagedAttentionMetadata
+from tandem.kernels.api.metadata import AttentionMetadata, PagedAttentionMetadata, RowBatch
 from tandem.kernels.api.selection import load_backend, rank_backends, run_with_fallback, select_backend
 from tandem.kernels.api.spec import AttentionSpec, AttentionType, BlockSparse
 from tandem.kernels.blocks.quantization import Scale, scale_for
@@ -27,8 +27,9 @@ class Attention(nn.Module):
     """One layer's attention over the paged cache. Holds no weights.
 
     `kv_cache[e]` is the layer's cache of virtual engine e, `[num_blocks, K, 2, block_size, D]` (for a node's pool:
-    `pool[:, :, layer]`), empty until the runner binds it. `attn_backend`: a backend class, its name, or None for the
-    first in the table that fits. Raises UnsupportedOptionError or BackendUnavailableError (both ValueError).
+    `pool[:, :, layer]`; of latents with one plane), empty until the runner binds it. `attn_backend`: a backend class,
+    its name, or None for the first in the table that fits. Raises UnsupportedOptionError or BackendUnavailableError
+    (both ValueError).
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Attention(nn.Module):
         num_virtual_engines: int = 1,
         attention_chunk: int | None = None,
         sinks: torch.Tensor | None = None,
+        latent_size: int | None = None,
     ) -> None:
         super().__init__()
         slopes = None if alibi_slopes is None else torch.as_tensor(alibi_slopes, dtype=torch.float32)
@@ -66,6 +68,7 @@ class Attention(nn.Module):
             attn_type=attn_type,
             attention_chunk=attention_chunk,
             sinks=sinks,
+            latent_size=latent_size,
         )
         self.layer_name = layer_name
         self.calculate_kv_scales = calculate_kv_scales
@@ -75,6 +78,7 @@ class Attention(nn.Module):
         self._requested = _backend_name(attn_backend)
         self._chains: dict[tuple[torch.device, torch.dtype, str, int | None], list[type[AttentionBackend]]] = {}
         self._impls: dict[type[AttentionBackend], AttentionImpl] = {}
+        self._in_full_heads: dict[tuple[int, int], Attention] = {}
 
     def keep_kv_as(self, kv_cache_dtype: str, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
         """What the cache will be, if that was not known when the layer was made; before anything is stored."""
@@ -89,6 +93,16 @@ class Attention(nn.Module):
         other.spec, other.k_scale, other.v_scale = replace(self.spec, kv_cache_dtype="auto"), 1.0, 1.0
         other.kv_cache, other._chains, other._impls = [torch.empty(0)], {}, {}
         return other
+
+    def in_full_heads(self, num_heads: int, head_size: int) -> Attention:
+        """Attention of so many of this layer's heads, each with a key and a value made of the latents. Made once."""
+        if (num_heads, head_size) not in self._in_full_heads:
+            other = self.over_another_cache()
+            other.spec = replace(
+                other.spec, num_heads=num_heads, num_kv_heads=num_heads, head_size=head_size, latent_size=None
+            )
+            self._in_full_heads[num_heads, head_size] = other
+        return self._in_full_heads[num_heads, head_size]
 
     def bind(self, kv_cache: torch.Tensor) -> None:
         """Takes the layer's only cache, `[num_blocks, K, 2, block_size, D]`."""
@@ -106,7 +120,10 @@ class Attention(nn.Module):
         """Whether decode reads what rows share once, when metadata.shared_prefixes says so."""
         spec = self.spec
         return (
-            spec.sees_every_token and spec.attn_type == AttentionType.DECODER and self.first_backend().shares_prefixes
+            spec.sees_every_token
+            and spec.latent_size is None
+            and spec.attn_type == AttentionType.DECODER
+            and self.first_backend().shares_prefixes
         )
 
     def can_be_captured(self, device: torch.device, dtype: torch.dtype, block_size: int) -> bool:
@@ -188,6 +205,19 @@ class Attention(nn.Module):
         first = self.backends(key.device, key.dtype, self.spec.attn_type, _block_size(kv_cache))[0]
         kv = PagedKV.of_layer(kv_cache, self.k_scale, self.v_scale) if kv_cache.numel() else None
         self._impl_of(first).store(key, value, kv, attn_metadata)
+
+    def decode(self, query: torch.Tensor, kv_cache: torch.Tensor, rows: RowBatch) -> torch.Tensor:
+        """Attention of decode rows alone, [N, H, D] -> [N, H, D]; of latents, elements from `latent_size` on are
+        undefined. Their KV is stored."""
+        kv = PagedKV.of_layer(kv_cache, self.k_scale, self.v_scale)
+        usable = self.backends(query.device, query.dtype, self.spec.attn_type, kv.block_size)
+        return run_with_fallback(usable, lambda backend: backend.get_ops().decode(query, kv, rows, self.spec))
+
+    def prefill(self, new: Prefill) -> torch.Tensor:
+        """Attention of prompt rows alone, [T, H, D]. Nothing is stored."""
+        block_size = None if new.kv is None else new.kv.block_size
+        usable = self.backends(new.q.device, new.q.dtype, self.spec.attn_type, block_size)
+        return run_with_fallback(usable, lambda backend: backend.get_ops().prefill(new, self.spec))
 
     def maybe_calc_kv_scales(self, key: torch.Tensor | None, value: torch.Tensor | None) -> None:
         """Sets the scales from the first KV seen, once: what is in the cache was stored with them."""

@@ -1,7 +1,8 @@
 """The backend interface: what each attention backend answers and implements.
 
 Shapes: T new tokens, H query heads, K KV heads, D head size, N rows, S slots a block; a layer's cache is
-kv_NKPSD = [num_blocks, K, 2, S, D] (plane 0 keys, plane 1 values), usually a strided view of the node's pool.
+kv_NKPSD = [num_blocks, K, 2, S, D] (plane 0 keys, plane 1 values), usually a strided view of the node's pool. A
+cache of latents has one plane, which is read as both.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class PagedKV(NamedTuple):
     @classmethod
     def of_layer(cls, kv_layer: torch.Tensor, k_scale: Scale = 1.0, v_scale: Scale = 1.0) -> PagedKV:
         assert kv_layer.dim() == 5, f"not a KV layer: {tuple(kv_layer.shape)}"
-        assert kv_layer.shape[2] == 2, f"dimension 2 is keys and values, got {tuple(kv_layer.shape)}"
-        return cls(kv_layer[:, :, 0], kv_layer[:, :, 1], k_scale, v_scale)
+        assert kv_layer.shape[2] in (1, 2), f"dimension 2 is keys and values, got {tuple(kv_layer.shape)}"
+        return cls(kv_layer[:, :, 0], kv_layer[:, :, -1], k_scale, v_scale)
 
     @property
     def block_size(self) -> int:
@@ -120,6 +121,7 @@ class AttentionBackend(ABC):
     follows_captured_lengths: bool = True  # whether decode in a captured graph reads each replay's own lengths
     serves_sinks: bool = False
     serves_attention_chunks: bool = False
+    serves_latents: bool = False
 
     @staticmethod
     @abstractmethod

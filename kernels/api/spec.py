@@ -68,7 +68,8 @@ class AttentionSpec:
     """One layer's attention. `alibi_slopes` is float32 [num_heads]; `sliding_window` counts the query's own token.
 
     `attention_chunk`: a query sees keys of its own chunk of so many positions alone (Llama 4). `sinks`, [num_heads]: a
-    score each head adds to those of its keys, with no value behind it (GPT-OSS).
+    score each head adds to those of its keys, with no value behind it (GPT-OSS). `latent_size`: keys are latents, of
+    which the first so many elements are the values, too (kernels/api/latent_attention.py).
     """
 
     num_heads: int
@@ -83,6 +84,7 @@ class AttentionSpec:
     attn_type: str = AttentionType.DECODER
     attention_chunk: int | None = None
     sinks: torch.Tensor | None = None
+    latent_size: int | None = None
     _copies: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:

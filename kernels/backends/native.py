@@ -81,6 +81,7 @@ class NativeBackend(AttentionBackend):
     follows_captured_lengths = False
     serves_sinks = True
     serves_attention_chunks = True
+    serves_latents = True
 
     @staticmethod
     def get_name() -> str:

@@ -90,6 +90,7 @@ class TritonBackend(AttentionBackend):
     shares_prefixes = True
     serves_sinks = True
     serves_attention_chunks = True
+    serves_latents = True
     block_multiple = 16  # the smallest tile of a product
 
     @staticmethod
@@ -119,7 +120,10 @@ class TritonBackend(AttentionBackend):
             (device.type != "cuda" and not _interpreted(), f"device {device.type}: Triton kernels need cuda"),
             (capability < (8, 0), f"compute capability {capability}: Triton kernels need 8.0"),
             (dtype not in (torch.float16, torch.bfloat16, torch.float32), f"dtype {dtype}"),
-            (head_size > LARGEST_HEAD, f"head_size {head_size} is above {LARGEST_HEAD}"),
+            (
+                head_size > LARGEST_HEAD and options.latent_size is None,
+                f"head_size {head_size} is above {LARGEST_HEAD}",
+            ),
             (
                 options.is_fp8 and capability < (8, 9),
                 f"kv_cache_dtype fp8 needs compute capability 8.9, not {capability}",

@@ -26,6 +26,7 @@ from tandem.kernels.triton_kernels.decode.decode_launch import (
     plan_decode,
 )
 from tandem.kernels.triton_kernels.decode.decode_plan import DecodePlan
+from tandem.kernels.triton_kernels.decode.latent_decode import latent_constants, latent_decode, plan_latents
 from tandem.kernels.triton_kernels.decode.shared_prefix import (
     attend_prefixes,
     could_share,
@@ -41,6 +42,8 @@ def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec
 
     Raises UnsupportedOptionError for more, and for what the kernels can't do.
     """
+    if spec.latent_size is not None:
+        return _decode_latents(query, kv, rows, spec, spec.latent_size)
     num_new = max(rows.max_query_len, 1)
     if num_new > MAX_NEW_TOKENS:
         raise UnsupportedOptionError("max_query_len", f"decode takes up to {MAX_NEW_TOKENS} new tokens, not {num_new}")
@@ -76,6 +79,21 @@ def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec
         for other in ({"V2"} if constants["num_warps"] == 1 else {"V1", "V2"}) - {version}:
             run(other)  # lengths decide between them: neither may compile later
     return run(version)
+
+
+def _decode_latents(
+    query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec, latent_size: int
+) -> torch.Tensor:
+    """[N, H, latent_size]."""
+    constants = latent_constants(
+        query.dtype, spec.num_heads, latent_size, spec.head_size - latent_size, kv.block_size
+    )  # fmt: skip
+    key = ("latent_plan", id(constants))
+    if key not in rows.scratch:
+        rows.scratch[key] = plan_latents(rows.seq_lens, constants)
+    return latent_decode(
+        query, kv.key_cache, rows.block_tables, rows.seq_lens, spec.scale, constants, rows.scratch[key]
+    )
 
 
 def version_of(constants: dict[str, int], max_seq_len: int, num_rows: int, num_heads: int) -> str:

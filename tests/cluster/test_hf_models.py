@@ -31,7 +31,7 @@ ADAPTED = {
     "gemma2": ("q_proj", "v_proj", "gate_proj", "down_proj"),
     "falcon": ("query_key_value", "dense"),
     "qwen3_moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "deepseek_v3": ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    "deepseek_v3": ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"),
 }
 
 

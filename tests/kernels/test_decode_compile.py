@@ -17,6 +17,12 @@ import torch  # noqa: E402
 from tandem.kernels.triton_kernels.decode.block_sparse import list_tiles_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.decode.decode_launch import decode_constants  # noqa: E402
 from tandem.kernels.triton_kernels.decode.decode_plan import plan_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.decode.latent_decode import (  # noqa: E402
+    PARTS_AT_ONCE,
+    latent_constants,
+    latent_decode_kernel,
+    merge_latents_kernel,
+)
 from tandem.kernels.triton_kernels.decode.paged_decode import paged_decode_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.decode.shared_prefix import prefix_constants, shared_prefix_kernel  # noqa: E402
 
@@ -48,7 +54,8 @@ def compile_kernel(kernel: Any, capability: int, dtype: torch.dtype, constants: 
     vectors = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
-        if name in ("output", "query", "key_cache", "value_cache", "partial") or name.startswith(("cache_", "query_"))
+        if name in ("output", "query", "cache", "key_cache", "value_cache", "partial")
+        or name.startswith(("cache_", "query_"))
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=vectors)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -61,7 +68,7 @@ def _type_of(name: str, dtype: str, cache: str, constants: dict[str, Any]) -> st
         return "*fp32"
     if name in INT32:
         return "*i32"
-    if name in ("output", "query"):
+    if name in ("output", "query", "cache"):
         return f"*{dtype}"
     if name in ("key_cache", "value_cache"):
         return f"*{cache}"
@@ -82,6 +89,11 @@ def shared(dtype: torch.dtype, group: int, head_size: int, **options: Any) -> An
     return shared_prefix_kernel, dtype, constants | plain | options
 
 
+def latents(dtype: torch.dtype, num_heads: int) -> Any:
+    return latent_decode_kernel, dtype, latent_constants(dtype, num_heads, 512, 64, 64) | {"PDL": False}
+
+
+MERGED = {"GROUPS": 2, "GROUP": 64, "LATENT": 512, "L_PAD": 512, "CHUNK": PARTS_AT_ONCE, "num_warps": 4, "PDL": True}
 PLAN = {"TILE": 64, "MIN_TILES": 1, "CHUNK": 1024, "PROGRAMS_PAD": 512, "num_warps": 8, "PDL": True}
 LISTS = {"GROUP": 4, "GROUP_PAD": 4, "STRIDE": 4, "BLOCK": 64, "TILE": 64, "CHUNK": 256, "PDL": False}
 CASES = {
@@ -109,6 +121,9 @@ CASES = {
     "shared-256": (90, shared(BF16, 4, 256)),
     "shared-fp32": (80, shared(FP32_TYPE, 4, 128)),
     "plan": (90, (plan_kernel, BF16, PLAN | {"WINDOW": 1, "HAS_PREFIX": True, "HAS_COUNTS": False})),
+    "latents-16": (90, latents(BF16, 16)),
+    "latents-128": (90, latents(BF16, 128)),
+    "latents-merged": (90, (merge_latents_kernel, BF16, MERGED)),
     "lists": (80, (list_tiles_kernel, BF16, LISTS)),
 }
 
@@ -123,5 +138,5 @@ def test_kernel_compiles_and_fits_shared_memory(case: str) -> None:
     compiled = compile_kernel(kernel, capability, dtype, constants)
     assert compiled.asm["cubin"]
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES[capability]
-    if kernel in (paged_decode_kernel, shared_prefix_kernel) and constants["num_stages"] > 1:
+    if kernel in (paged_decode_kernel, shared_prefix_kernel, latent_decode_kernel) and constants["num_stages"] > 1:
         assert "cp.async" in compiled.asm["ptx"], "keys and values are no longer loaded ahead"

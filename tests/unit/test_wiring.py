@@ -23,7 +23,14 @@ SET_FROM_OUTSIDE = {
     "engine/models/decoder.py": ("torch", {"data", "weight"}),
     "engine/models/hf/adapters.py": (
         "transformers",
-        {"forward", "attn_temperature_tuning", "tandem_query_scale", "_experts_implementation"},
+        {
+            "forward",
+            "attn_temperature_tuning",
+            "tandem_query_scale",
+            "tandem_keeps_latents",
+            "expand_kv",
+            "_experts_implementation",
+        },
     ),
     "engine/models/hf/attention.py": (
         "contextvars' way, by a thread's local of this module",

@@ -16,6 +16,8 @@ from tandem.engine.models.hf.routers import GroupedRouter, is_known
 
 # Rope scalings that depend on the longest sequence of a batch: a request's tokens would depend on its neighbours.
 ROPE_BY_LENGTH = ("dynamic", "longrope")
+# Attention modules that expand latents by a method of its own before they ask for attention.
+LATENT_ATTENTION = ("DeepseekV2Attention", "DeepseekV3Attention")
 
 
 class _UnlessOurs:
@@ -111,6 +113,20 @@ class _FalconAttention:
         return module.dense(attended.flatten(2)), None
 
 
+class _Latents:
+    """Stands in for the expansion of latents to heads. Over our attention, which keeps latents and does that itself
+    where it must, they go on as they are: as a key the row that is stored, as a value the latent in it."""
+
+    def __init__(self, module: Any) -> None:
+        self._config, self._own = module.config, module.expand_kv
+
+    def __call__(self, latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._config._attn_implementation != NAME:
+            own: tuple[torch.Tensor, torch.Tensor] = self._own(latent, rotated)
+            return own
+        return torch.cat((latent, rotated), dim=-1), latent
+
+
 def let_ours_be_named(config: PreTrainedConfig) -> None:
     """Falcon looks its attention's class up by the attention's name when it is built. Raises ValueError for one with
     ALiBi, whose biases it rounds to bf16: ours are exact."""
@@ -146,6 +162,8 @@ def adapt(causal: PreTrainedModel) -> bool:
             calls_us = True
         if type(module).__name__ == "MptModel":
             module.forward = _MptDecoder(module, causal.config)
+        if type(module).__name__ in LATENT_ATTENTION:
+            module.tandem_keeps_latents, module.expand_kv = True, _Latents(module)
         if type(module).__name__ == "FalconAttention":
             module.forward = _FalconAttention(module, causal.config)
             calls_us = True

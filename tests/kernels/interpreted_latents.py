@@ -1,0 +1,76 @@
+"""Latents under Triton's interpreter against the float64 reference: sizes, lengths that change, a mixed step.
+
+Run by test_triton_interpreter.py in a process of its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from latent_cases import Case, expected_rows, made_case
+
+from tandem.kernels.api.attention import Attention
+from tandem.kernels.api.backend import PagedKV
+from tandem.kernels.api.spec import AttentionSpec
+from tandem.kernels.backends.triton import TritonBackend, TritonOps
+from tandem.kernels.reference import paged
+from tandem.kernels.triton_kernels.decode import latent_decode
+
+
+def case_of(
+    lengths: tuple[int, ...], heads: int, latent: int, rotated: int, block: int, dtype: torch.dtype = torch.float32
+) -> Case:
+    """Decode rows; slots past their ends hold NaN."""
+    return made_case((1,) * len(lengths), lengths, heads, latent, rotated, block, dtype, unused=float("nan"))
+
+
+def expected(query: torch.Tensor, kv: PagedKV, tables: torch.Tensor, lengths: list[int], spec: AttentionSpec) -> object:
+    wide = query.double(), kv.key_cache.double(), kv.value_cache.double()
+    return paged.paged_decode(*wide, tables.tolist(), lengths, spec.scale)[..., : spec.latent_size]
+
+
+@pytest.mark.parametrize(
+    ("heads", "latent", "rotated", "block", "lengths"),
+    [(4, 32, 16, 16, (50, 1, 16)), (18, 24, 8, 48, (60, 20)), (96, 16, 8, 64, (65,))],
+)
+def test_sizes(heads: int, latent: int, rotated: int, block: int, lengths: tuple[int, ...]) -> None:
+    query, kv, rows, spec = case_of(lengths, heads, latent, rotated, block).decode()
+    output = TritonOps.decode(query, kv, rows, spec)
+    wanted = expected(query, kv, rows.block_tables, list(lengths), spec)
+    torch.testing.assert_close(output.double(), wanted, rtol=3e-6, atol=3e-6)
+
+
+def test_sixteen_bits() -> None:
+    query, kv, rows, spec = case_of((70, 40), 8, 32, 16, 16, torch.bfloat16).decode()
+    output = TritonOps.decode(query, kv, rows, spec)
+    assert output.dtype == torch.bfloat16
+    wanted = expected(query, kv, rows.block_tables, [70, 40], spec)
+    torch.testing.assert_close(output.double(), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_a_plan_follows_lengths_that_change() -> None:
+    """As a captured graph does: the same launches, other lengths; a row that has become empty gives zeros."""
+    query, kv, rows, spec = case_of((130, 40, 5), 4, 32, 16, 16).decode()
+    constants = latent_decode.latent_constants(query.dtype, 4, 32, 16, 16)
+    plan = latent_decode.plan_latents(rows.seq_lens, constants)
+    for lengths in ([17, 40, 0], [129, 1, 5]):
+        rows.seq_lens.copy_(torch.tensor(lengths))
+        plan.fill(rows.seq_lens, constants["GROUPS"], constants["TILE"])
+        output = latent_decode.latent_decode(
+            query, kv.key_cache, rows.block_tables, rows.seq_lens, spec.scale, constants, plan
+        )
+        wanted = expected(query, kv, rows.block_tables, lengths, spec)
+        torch.testing.assert_close(output.double(), wanted, rtol=3e-6, atol=3e-6)
+
+
+def test_a_mixed_step_writes_decodes_and_computes_prompts() -> None:
+    case = made_case((1, 1, 9, 20), (30, 1, 25, 20), 4, 16, 16, 16)
+    layer = Attention(4, 32, case.scale, 1, latent_size=16, layer_name="l", attn_backend="triton")
+    output = case.run(layer)
+    torch.testing.assert_close(output.double(), expected_rows(case), rtol=1e-5, atol=1e-5)
+
+
+def test_wide_heads_are_served_as_latents_alone() -> None:
+    device, spec = torch.device("cpu"), AttentionSpec(16, 576, 0.2, 1, latent_size=512)
+    assert TritonBackend.unsupported_reason(device, torch.bfloat16, 576, spec) is None
+    assert TritonBackend.unsupported_reason(device, torch.bfloat16, 576, AttentionSpec(16, 576, 0.2, 1)) is not None
