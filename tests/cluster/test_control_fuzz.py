@@ -154,7 +154,7 @@ class Impostor:
             sampling=SHORT,
             peer=peer,
             is_running=rng.random() < 0.1,
-            deadline_s=20.0,
+            deadline_s=8.0,
             prefix=PrefixHint(peer, 32) if rng.random() < 0.3 else None,
             sample_indices=rng.choice(((0,), (0, 1))),
         )

@@ -36,6 +36,8 @@ def logits_of(number: int, num_rows: int, num_ranks: int) -> torch.Tensor:
 
 
 def _exchange(rank: int, num_ranks: int, path: str) -> None:
+    import interpreted_once  # noqa: F401  # for what it does
+
     from tandem.kernels.products.all_reduce import Mail, argmax_of_shards, sum_add_rms_norm, sum_add_rms_norm_twin
 
     with open(path, "r+b") as file:

@@ -1,4 +1,4 @@
-"""Runs each interpreted_*.py in a process of its own: interpreter mode is read when triton is first imported."""
+"""Runs all interpreted_*.py in three processes of their own: interpreter mode is read when triton is first imported."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE_S
 
-CASES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
+NUM_PROCESSES = 3  # each pays for an import of torch and triton
+FOLDER = Path(__file__).parent
+CASES = [sorted(FOLDER.glob("interpreted_*.py"))[first::NUM_PROCESSES] for first in range(NUM_PROCESSES)]
 
 
-@pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
-def test_kernels_agree_with_their_references_under_the_interpreter(cases: Path) -> None:
+@pytest.mark.parametrize(
+    "cases", CASES, ids=lambda each: "-".join(path.stem.removeprefix("interpreted_") for path in each)
+)
+def test_kernels_agree_with_their_references_under_the_interpreter(cases: list[Path]) -> None:
     pytest.importorskip("triton", reason="triton is not installed: no kernel to interpret")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(cases)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, cases)]
     finished = subprocess.run(
-        command, env=environment, cwd=cases.parent, capture_output=True, text=True, timeout=4 * PATIENCE_S, check=False
+        command, env=environment, cwd=FOLDER, capture_output=True, text=True, timeout=6 * PATIENCE_S, check=False
     )
     assert finished.returncode == 0, finished.stdout[-8000:] + finished.stderr[-2000:]
     assert re.search(r"\b[1-9]\d* passed", finished.stdout), finished.stdout[-2000:]
