@@ -30,6 +30,9 @@ VENV := .venv
 STAMPS := $(VENV)/.stamps
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# pip compiles file by file on one core. Some packages have files that are no Python: templates, tests of parsers.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+export PIP_NO_COMPILE = 1
 
 .PHONY: help serve test dev check docs soak test-gpu test-gpus clean
 .DEFAULT_GOAL := help
@@ -87,6 +90,7 @@ $(STAMPS)/torch-$(TORCH_VERSION): $(STAMPS)/venv
 $(STAMPS)/serve: $(STAMPS)/torch-$(TORCH_VERSION) pyproject.toml
 	@echo "installing tandem"
 	@$(PIP) install --editable ".[local]"
+	@$(COMPILE)
 	@touch $@
 
 $(STAMPS)/docs: $(STAMPS)/serve
@@ -98,5 +102,6 @@ $(STAMPS)/docs: $(STAMPS)/serve
 $(STAMPS)/test: $(STAMPS)/torch-$(TORCH_VERSION) pyproject.toml deploy/setup/find_redis.sh
 	@echo "installing tandem, its test tools and a redis-server"
 	@$(PIP) install --editable ".[local,test,dev,ucx]" || $(PIP) install --editable ".[local,test,dev]"
+	@$(COMPILE)
 	@deploy/setup/find_redis.sh $(BIN)/python
 	@touch $@ $(STAMPS)/serve
