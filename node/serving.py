@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.keys import NodeKey
-from tandem.engine.contracts.wire.adapters import Adapters, HeldAdapters, LoadAdapter
+from tandem.engine.contracts.wire.adapters import Adapters, AdaptersKnown, HeldAdapters, LoadAdapter
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.handoff import KVPull
 from tandem.engine.contracts.wire.operate import Drain, Lean
@@ -171,6 +171,8 @@ class ServingNode:
             self.adapters.on_load(sender, message, event.adapter or NOTHING)
         elif isinstance(message, Adapters):
             self.adapters.on_names(sender, message)
+        elif isinstance(message, AdaptersKnown):
+            self.adapters.on_known(sender, message)
         elif isinstance(message, KVPull) and message.work is not None:
             self.helper.begin(sender, message, message.work, not self.draining, now)
         else:

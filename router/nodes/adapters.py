@@ -14,12 +14,19 @@ from tandem.engine.contracts.config import LoraOptions
 from tandem.engine.contracts.errors import AdapterError, ConfigError, ModelNotFoundError, UnavailableError
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.adapter_table import AdapterTable, ref_of
-from tandem.engine.contracts.wire.adapters import AdapterEntry, AdapterLoaded, Adapters, LoadAdapter
+from tandem.engine.contracts.wire.adapters import (
+    AdapterEntry,
+    AdapterLoaded,
+    Adapters,
+    AdaptersKnown,
+    LoadAdapter,
+)
 from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.router.nodes.answers import NodeAnswers
 
 logger = logging.getLogger(__name__)
 
+SPREAD_S = 5.0  # a guess: how long a change waits for every router to know of it; all learn it later, too
 LISTED = 0  # the stamp of questions about what --lora-modules lists
 
 
@@ -46,7 +53,7 @@ class ServedAdapters:
     def __init__(
         self,
         options: LoraOptions,
-        tell: Callable[[NodeKey, LoadAdapter | Adapters], bool],
+        tell: Callable[[NodeKey, LoadAdapter | Adapters | AdaptersKnown], bool],
         nodes: Callable[[], Sequence[NodeKey]],
     ) -> None:
         self._listed = parse_modules(options)
@@ -55,6 +62,8 @@ class ServedAdapters:
         self._problems: dict[str, str] = {}  # why a listed folder can't be served, by path
         self._table = AdapterTable()
         self._loaded: NodeAnswers[AdapterLoaded] = NodeAnswers()  # by stamp
+        self._known: NodeAnswers[AdaptersKnown] = NodeAnswers()  # by the number of the change
+        self._num_changes = 0
 
     # --- what is there ----------------------------------------------------------------------------------------
 
@@ -87,7 +96,8 @@ class ServedAdapters:
     # --- changes ----------------------------------------------------------------------------------------------
 
     async def load(self, name: str, path: str, nodes: Sequence[NodeKey], within_s: float) -> None:
-        """Serves the adapter in the folder `path`, as nodes see it, by that name, once all `nodes` have it. Raises
+        """Serves the adapter in the folder `path`, as nodes see it, by that name, once all `nodes` have it. When it
+        returns, every router serves it, or was silent for SPREAD_S. Raises
         AdapterError that says which node can't have it, and why; UnavailableError when some haven't answered."""
         if not nodes:
             raise UnavailableError("no node is connected yet")
@@ -97,18 +107,26 @@ class ServedAdapters:
         if silent := sorted(node.node_id for node in nodes if node not in answers):
             raise UnavailableError(f"{', '.join(silent)} did not answer; {name!r} is not served")
         known = {node: answer for node, answer in answers.items() if answer is not None}
-        self._learn(AdapterEntry(name, stamp, path, _agreed(name, known)))
+        await self._learn(AdapterEntry(name, stamp, path, _agreed(name, known)))
 
-    def unload(self, name: str) -> None:
-        """Serves it no longer; what runs with it finishes. Raises ModelNotFoundError."""
+    async def unload(self, name: str) -> None:
+        """Serves it no longer; what runs with it finishes. When it returns, no router serves it, or some were silent
+        for SPREAD_S. Raises ModelNotFoundError."""
         if name not in self.all():
             raise ModelNotFoundError(f"no adapter is called {name[:200]!r}", param="lora_name")
-        self._learn(AdapterEntry(name, self._table.next_stamp(name, time.time_ns())))
+        await self._learn(AdapterEntry(name, self._table.next_stamp(name, time.time_ns())))
 
-    def _learn(self, entry: AdapterEntry) -> None:
+    async def _learn(self, entry: AdapterEntry) -> None:
+        """Tells all routers by way of the nodes. Of several processes on one port any may take the client's next
+        request, so who asked for the change is answered when all of them know."""
         self._table.merge([entry])
-        for node in self._nodes():
-            self._tell(node, Adapters(entries=self._table.entries))
+        self._num_changes += 1
+        told, nodes = Adapters(entries=self._table.entries, ask=self._num_changes), self._nodes()
+        if not nodes:
+            return
+        known = await self._known.gather(nodes, told.ask, lambda node: self._tell(node, told), SPREAD_S)
+        if silent := sorted(node.node_id for node in nodes if node not in known):
+            logger.warning("routers of %s may not know yet what %r is", ", ".join(silent), entry.name)
 
     # --- what nodes say -----------------------------------------------------------------------------------------
 
@@ -121,11 +139,19 @@ class ServedAdapters:
 
     def node_lost(self, node: NodeKey) -> None:
         self._loaded.lost(node)
+        self._known.lost(node)
 
-    def on_names(self, message: Adapters) -> None:
-        self._table.merge(message.entries)
+    def on_message(self, node: NodeKey, message: AdapterLoaded | Adapters | AdaptersKnown) -> None:
+        if isinstance(message, AdapterLoaded):
+            self._on_loaded(node, message)
+        elif isinstance(message, AdaptersKnown):
+            self._known.settle(node, message.ask, message)
+        else:
+            self._table.merge(message.entries)
+            if message.ask:
+                self._tell(node, AdaptersKnown(ask=message.ask))
 
-    def on_loaded(self, node: NodeKey, message: AdapterLoaded) -> None:
+    def _on_loaded(self, node: NodeKey, message: AdapterLoaded) -> None:
         if self._loaded.settle(node, message.stamp, message):
             return
         if message.stamp == LISTED and message.problem:

@@ -18,7 +18,7 @@ from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import ModelIdentity
 from tandem.engine.contracts.model_folder import given_names
 from tandem.engine.contracts.security import ClusterKeys
-from tandem.engine.contracts.wire.adapters import AdapterLoaded, Adapters, LoadAdapter
+from tandem.engine.contracts.wire.adapters import Adapters, AdaptersKnown, LoadAdapter
 from tandem.engine.contracts.wire.operate import Story
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.contracts.wire.profile import Profiled
@@ -289,7 +289,7 @@ class Cluster:
         link.send(message, now)
         return True
 
-    def _say(self, key: NodeKey, message: LoadAdapter | Adapters) -> bool:
+    def _say(self, key: NodeKey, message: LoadAdapter | Adapters | AdaptersKnown) -> bool:
         return self.send(key, message, time.monotonic())
 
     # --- LinkListener -----------------------------------------------------------------------------------------
@@ -345,10 +345,7 @@ class Cluster:
         self.stories.settle(key, message.ask, (message, time.monotonic()))
 
     def node_has_adapters(self, key: NodeKey, message: AboutAdapters) -> None:
-        if isinstance(message, AdapterLoaded):
-            self.adapters.on_loaded(key, message)
-        else:
-            self.adapters.on_names(message)
+        self.adapters.on_message(key, message)
 
     def _difference(self, view: NodeView) -> str:
         """Why nothing is sent to a node that is connected, for people; "" when it serves."""

@@ -22,7 +22,7 @@ from tandem.engine.contracts.errors import DecodeError
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire import codec
-from tandem.engine.contracts.wire.adapters import AdapterLoaded, Adapters, LoadAdapter
+from tandem.engine.contracts.wire.adapters import AdapterLoaded, Adapters, AdaptersKnown, LoadAdapter
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
 from tandem.engine.contracts.wire.operate import Drain, Lean, Story, TellStory
 from tandem.engine.contracts.wire.parts import Message, NodeInfo
@@ -52,8 +52,20 @@ READ_BURST_S = 0.01  # reading before other work gets its turn; a guess
 SILENT_HEARTBEATS = 3  # unanswered ones, before a node gets nothing that others can take; a guess
 REFUSED_HANDSHAKES = 3  # in a row, before the node's key is in doubt: a node that just ends may fail one; a guess
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # guesses: before what can't be opened is tried again
-Verb = Submit | Cancel | Migrate | StartProfile | StopProfile | LoadAdapter | Adapters | Drain | Lean | TellStory
-AboutAdapters = AdapterLoaded | Adapters
+Verb = (
+    Submit
+    | Cancel
+    | Migrate
+    | StartProfile
+    | StopProfile
+    | LoadAdapter
+    | Adapters
+    | AdaptersKnown
+    | Drain
+    | Lean
+    | TellStory
+)
+AboutAdapters = AdapterLoaded | Adapters | AdaptersKnown
 RequestMessage = Accepted | Tokens | PromptLogprobs | Pooled | RequestFailed | Cancelled | Migrated
 
 

@@ -33,7 +33,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.fixture(scope="module", params=[(), ("--prefill", "1", "--decode", "1")], ids=["single", "split"])
+@pytest.fixture(
+    scope="module", params=[(), ("--prefill", "1", "--decode", "1", "--workers", "2")], ids=["single", "split"]
+)
 def cluster(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[RealCluster]:
     listed = [f"--lora-modules=alice={folders['alice']}", f"--lora-modules=bob={folders['bob']}"]
     with RealCluster(tiny_model(BASE), *LORA, *listed, *request.param) as running:

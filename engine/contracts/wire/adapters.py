@@ -54,6 +54,14 @@ class AdapterEntry(msgspec.Struct, frozen=True, array_like=True):
 
 class Adapters(Message, frozen=True, kw_only=True):
     """All that the sender knows of names, either way. Who knows more answers with all of its own, who learns something
-    tells it to the others that it is connected with: so every router knows what any of them was told."""
+    tells it to the others that it is connected with: so every router knows what any of them was told. With an `ask`
+    the receiver says AdaptersKnown: a router when it knows them, a node when all routers that it has do."""
 
     entries: tuple[AdapterEntry, ...] = ()
+    ask: Stamp = 0
+
+
+class AdaptersKnown(Message, frozen=True, kw_only=True):
+    """The answer to Adapters with an `ask`, either way."""
+
+    ask: Stamp

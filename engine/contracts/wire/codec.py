@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.engine.contracts.wire.adapters import AdapterLoaded, Adapters, LoadAdapter
+from tandem.engine.contracts.wire.adapters import AdapterLoaded, Adapters, AdaptersKnown, LoadAdapter
 from tandem.engine.contracts.wire.connection import Hello, Ping, Refused, Status, Welcome
 from tandem.engine.contracts.wire.decoder import WireDecoder
 from tandem.engine.contracts.wire.handoff import (
@@ -63,6 +63,7 @@ ToNode = (
     | FlushBlocks
     | LoadAdapter
     | Adapters
+    | AdaptersKnown
     | StartProfile
     | StopProfile
     | Drain
@@ -87,6 +88,7 @@ FromNode = (
     | Story
     | AdapterLoaded
     | Adapters
+    | AdaptersKnown
     | OfSource
     | OfSink
 )

@@ -55,7 +55,7 @@ def add_adapter_routes(app: FastAPI, service: CompletionService, gate: Gate) -> 
     async def unload(request: Request) -> Response:
         gate.check_admin(request.headers.raw, "POST /v1/unload_lora_adapter")
         body = service.bodies.read(UnloadAdapterBody, await read_body(request.scope, request.receive, limit))
-        _enabled(service).unload(body.lora_name)
+        await _enabled(service).unload(body.lora_name)
         return _said(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 

@@ -9,7 +9,7 @@ import pytest
 from tandem.engine.contracts.config import LoraOptions
 from tandem.engine.contracts.errors import AdapterError, ConfigError, ModelNotFoundError, UnavailableError
 from tandem.engine.contracts.keys import NodeKey
-from tandem.engine.contracts.wire.adapters import AdapterLoaded, Adapters, LoadAdapter
+from tandem.engine.contracts.wire.adapters import AdapterLoaded, Adapters, AdaptersKnown, LoadAdapter
 from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.node.adapters import AdapterDesk
 from tandem.node.control.events import Found
@@ -20,12 +20,14 @@ ROUTERS = [NodeKey("router-a", 3), NodeKey("router-b", 4)]
 
 
 class World:
-    """Two routers and two nodes' desks, whose messages arrive at once. `answers`: of nodes to LoadAdapter."""
+    """Two routers and two nodes' desks, whose messages arrive at once; those to routers that are `slow`, later.
+    `answers`: of nodes to LoadAdapter."""
 
     def __init__(self, *modules: str) -> None:
         self.answers: dict[NodeKey, tuple[bytes, str] | None] = dict.fromkeys(NODES, (b"digest", ""))
         self.desks = {node: AdapterDesk() for node in NODES}
         self.up = set(NODES)
+        self.slow: dict[NodeKey, list[tuple[NodeKey, Adapters | AdaptersKnown]]] = {}
         self.routers = {
             router: ServedAdapters(
                 LoraOptions(enable_lora=True, lora_modules=modules),
@@ -39,18 +41,26 @@ class World:
             for desk in self.desks.values():
                 desk.router_up(router)
 
-    def to_node(self, router: NodeKey, node: NodeKey, message: LoadAdapter | Adapters) -> bool:
+    def to_node(self, router: NodeKey, node: NodeKey, message: LoadAdapter | Adapters | AdaptersKnown) -> bool:
         desk = self.desks[node]
         if isinstance(message, LoadAdapter):
             if (answer := self.answers[node]) is not None:
                 said = AdapterLoaded(path=message.path, stamp=message.stamp, digest=answer[0], problem=answer[1])
-                self.routers[router].on_loaded(node, said)
-        else:
+                self.routers[router].on_message(node, said)
+        elif isinstance(message, Adapters):
             desk.on_names(router, message)
-            for to, told in desk.drain_outbox():
-                assert isinstance(told, Adapters)
-                self.routers[to].on_names(told)
+        else:
+            desk.on_known(router, message)
+        self.deliver(node)
         return True
+
+    def deliver(self, node: NodeKey) -> None:
+        for to, told in self.desks[node].drain_outbox():
+            assert isinstance(told, Adapters | AdaptersKnown)
+            if to in self.slow:
+                self.slow[to].append((node, told))
+            else:
+                self.routers[to].on_message(node, told)
 
 
 def load(world: World, name: str = "x", within_s: float = 20.0) -> None:
@@ -63,10 +73,34 @@ def test_what_one_router_loads_every_router_serves() -> None:
     load(world)
     assert world.a.find("x") == world.b.find("x") == AdapterRef("/x", b"digest")
     assert world.b.all() == {"x": "/x"}
-    world.b.unload("x")
+    asyncio.run(world.b.unload("x"))
     assert (world.a.find("x"), world.a.all()) == (None, {})
     with pytest.raises(ModelNotFoundError):
-        world.a.unload("x")
+        asyncio.run(world.a.unload("x"))
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_who_loads_is_answered_when_every_router_knows(is_lost: bool) -> None:
+    """Any of several processes on one port may take the client's next request."""
+    world, slow = World(), ROUTERS[1]
+    world.slow[slow] = []
+
+    async def loading() -> None:
+        task = asyncio.ensure_future(world.a.load("x", "/x", NODES, 20.0))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(world.slow[slow]) == len(NODES)
+        for node, told in world.slow.pop(slow):
+            assert not task.done()
+            if is_lost:
+                world.desks[node].router_lost(slow)
+                world.deliver(node)
+            else:
+                world.b.on_message(node, told)
+        await task
+
+    asyncio.run(loading())
+    assert is_lost or world.b.find("x") == AdapterRef("/x", b"digest")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +157,7 @@ def test_listed_adapters_are_known_when_a_node_has_read_them() -> None:
     world.answers[NODES[1]] = (b"other", "")
     world.a.node_up(NODES[1])
     assert world.a.find("x") == AdapterRef("/x", b"digest"), "the first word stands; the other node refuses"
-    world.a.unload("x")
+    asyncio.run(world.a.unload("x"))
     assert world.a.all() == {"y": "/y"}
     assert not world.a.is_unread("x")
 
