@@ -28,7 +28,7 @@ from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.products import few_rows
 from tandem.kernels.products.adapter_rows import AdapterStack
-from tandem.kernels.products.adapters import expand, expand_silu_mul, shrink
+from tandem.kernels.products.adapters import expand, expand_silu_mul, linear_and_low
 from tandem.kernels.products.fused_ops import HeadNorms, add_rms_norm, rms_norm, silu_mul
 from tandem.kernels.products.matmul import group_gate_up, linear, linear_silu_mul
 from tandem.kernels.products.matmul_plans import GATE_UP_GROUP
@@ -71,8 +71,7 @@ class Linear(nn.Linear):
         """x @ weight^T + bias, plus the adapters of the step's rows."""
         if self.adapters is None or (rows := get_forward_context().adapters) is None:
             return linear(x_TK, self.matrix, self.bias)
-        low = shrink(x_TK, self.adapters, rows)
-        out = linear(x_TK, self.matrix, self.bias)
+        out, low = linear_and_low(x_TK, self.matrix, self.bias, self.adapters, rows)
         expand(out, low, self.adapters, rows)
         return out
 
@@ -180,8 +179,8 @@ class MLP(nn.Module):
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
         both, group = self.gate_up_proj, GATE_UP_GROUP if self.is_grouped else 0
         if both.adapters is not None and (rows := get_forward_context().adapters) is not None:
-            low = shrink(x_TE, both.adapters, rows)
-            activated = expand_silu_mul(linear(x_TE, both.matrix, both.bias), low, both.adapters, rows, group)
+            gate_up, low = linear_and_low(x_TE, both.matrix, both.bias, both.adapters, rows)
+            activated = expand_silu_mul(gate_up, low, both.adapters, rows, group)
         elif self.is_grouped:
             activated = linear_silu_mul(x_TE, both.matrix)
         else:

@@ -1,16 +1,35 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) of many kinds in one batch: out += x A^T B^T, each row by its own adapter.
 
-Letters as in adapter_rows.py. `shrink` goes before the product that both belong to, `expand` after it. On GPUs by
-kernels of kernels/triton_kernels/products/, else by the eager twins below, which are also what tests compare
-with.
+Letters as in adapter_rows.py. `expand` goes after the product that both belong to; `shrink` before it or, where the
+product lets it, beside it: `linear_and_low`. On GPUs by kernels of kernels/triton_kernels/products/, else by the eager
+twins below, which are also what tests compare with.
 """
 
 from __future__ import annotations
 
 import torch
 
+from tandem.kernels.products import matmul
 from tandem.kernels.products.adapter_rows import AdapterRows, AdapterStack
 from tandem.kernels.products.fused_ops import is_fused, silu_mul
+from tandem.kernels.products.quantised_weight import QuantisedWeight
+
+
+def linear_and_low(
+    x_TK: torch.Tensor,
+    weight_NK: torch.Tensor | QuantisedWeight,
+    bias_N: torch.Tensor | None,
+    stack: AdapterStack,
+    rows: AdapterRows,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x @ weight^T + bias, what `shrink` makes of x), of decode rows side by side where a product of ours runs."""
+    if rows.tiles is None and matmul.can_start_late(x_TK, weight_NK):
+        from tandem.kernels.triton_kernels.products.adapters import shrink_triton
+
+        out = matmul.linear(x_TK, weight_NK, bias_N, late=True)
+        return out, shrink_triton(x_TK, stack, rows, beside=True)
+    low = shrink(x_TK, stack, rows)
+    return matmul.linear(x_TK, weight_NK, bias_N), low
 
 
 def shrink(x_TK: torch.Tensor, stack: AdapterStack, rows: AdapterRows) -> torch.Tensor:

@@ -25,6 +25,7 @@ from tandem.kernels.products.matmul_plans import (
     WORKSPACE_WORDS,
     Plan,
     RingPlan,
+    StreamPlan,
     Table,
     choose_plan,
     parse_table,
@@ -33,7 +34,7 @@ from tandem.kernels.products.quantised_weight import QuantisedWeight
 from tandem.kernels.triton_kernels.gluon_support import why_no_gluon
 
 __all__ = [
-    "GATE_UP_GROUP", "LONGEST_TUNED", "MatmulWorkspace", "group_gate_up", "linear", "linear_silu_mul",
+    "GATE_UP_GROUP", "LONGEST_TUNED", "MatmulWorkspace", "can_start_late", "group_gate_up", "linear", "linear_silu_mul",
     "prepare", "run_plan", "table_of",
 ]  # fmt: skip
 
@@ -57,17 +58,29 @@ def linear(
     weight_NK: torch.Tensor | QuantisedWeight,
     bias_N: torch.Tensor | None = None,
     out_MN: torch.Tensor | None = None,
+    *,
+    late: bool = False,
 ) -> torch.Tensor:
     """x @ weight^T + bias, summed in fp32, as torch.nn.functional.linear. Allocates `out_MN` alone, when not given, and
-    for quantised weights whatever quantised.py needs."""
+    for quantised weights whatever quantised.py needs. `late`, where the product `can_start_late`: the next kernel runs
+    beside this one and finds complete what came before it, without a wait; only waiting shows it this one's end."""
     if isinstance(weight_NK, QuantisedWeight):
         return _into(out_MN, quantised.linear(x_MK, weight_NK, bias_N))
     plan = _plan(x_MK, weight_NK, silu=False)
     if plan is None or not _is_aligned(x_MK, weight_NK, out_MN):
+        assert not late, "only products of ours let the next kernel run beside them"
         if out_MN is not None and bias_N is None:
             return torch.mm(x_MK, weight_NK.t(), out=out_MN)
         return _into(out_MN, functional.linear(x_MK, weight_NK, bias_N))
-    return _by_plan(plan, x_MK, weight_NK, bias_N, out_MN, silu=False)
+    return _by_plan(plan, x_MK, weight_NK, bias_N, out_MN, silu=False, late=late)
+
+
+def can_start_late(x_MK: torch.Tensor, weight_NK: torch.Tensor | QuantisedWeight) -> bool:
+    """Whether `linear` of these, without an `out_MN`, takes `late`."""
+    if isinstance(weight_NK, QuantisedWeight):
+        return False
+    plan = _plan(x_MK, weight_NK, silu=False)
+    return isinstance(plan, StreamPlan | RingPlan) and _is_aligned(x_MK, weight_NK, None)
 
 
 def linear_silu_mul(
@@ -181,11 +194,12 @@ def _by_plan(
     out: torch.Tensor | None,
     *,
     silu: bool,
+    late: bool = False,
 ) -> torch.Tensor:
     from tandem.kernels.triton_kernels.products.matmul_launch import launch
 
     num_rows, num_outputs = x_MK.shape[0], weight_NK.shape[0] // (2 if silu else 1)
     if out is None:
         out = torch.empty((num_rows, num_outputs), dtype=x_MK.dtype, device=x_MK.device)
-    launch(plan, x_MK, weight_NK, out, _workspace(x_MK.device).words, bias_N=bias_N, silu=silu)
+    launch(plan, x_MK, weight_NK, out, _workspace(x_MK.device).words, bias_N=bias_N, silu=silu, late=late)
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,8 +23,8 @@ from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.step_inputs import adapter_rows
 from tandem.engine.scheduling.step import AdapterLoad, SampleRow, ScheduledRow, SchedulerOutput
 from tandem.kernels.products import matmul
-from tandem.kernels.products.adapter_rows import AdapterStack
-from tandem.kernels.products.adapters import expand, expand_silu_mul, shrink
+from tandem.kernels.products.adapter_rows import AdapterRows, AdapterStack
+from tandem.kernels.products.adapters import expand, expand_silu_mul, linear_and_low, shrink
 from tandem.kernels.products.fused_ops import rms_norm
 from tandem.kernels.products.matmul import group_gate_up
 from tiny_models import random_prompt, tiny_model
@@ -90,36 +91,57 @@ def test_what_a_row_gets_does_not_depend_on_the_rows_beside_it(rank: int) -> Non
 
 @pytest.mark.parametrize("num_adapters", [1, 9])
 def test_graphs_repeat_what_they_made(num_adapters: int) -> None:
-    """Shrink, a product of our own and expand overlap: the sums are those of kernels that wait for each other."""
+    """Products of our own, shrink beside them and expand overlap: the sums are those of kernels that wait."""
     torch.manual_seed(num_adapters)
-    slots, size, outputs = 9, 4096, 4096
-    a, b = (torch.randn(slots, *shape, device=CUDA, dtype=torch.bfloat16) for shape in ((16, size), (outputs, 16)))
-    stack = AdapterStack(0.02 * a, b, torch.full((slots, 1), 16, dtype=torch.int32, device=CUDA), (outputs,))
-    weight = torch.randn(outputs, size, device=CUDA, dtype=torch.bfloat16) / size**0.5
-    x = torch.randn(64, size, device=CUDA, dtype=torch.bfloat16)
+    of_sizes = [((4096, 1024, 1024), 4096), ((4096,), 4096), ((14336, 14336), 4096), ((4096,), 14336)]
+    blocks = [(sum(parts), size, stack_of(parts, size)) for parts, size in of_sizes]
+    weights = [torch.randn(outputs, size, device=CUDA).bfloat16() / size**0.5 for outputs, size, _ in blocks]
+    x = torch.randn(64, 4096, device=CUDA).bfloat16()
     rows = adapter_rows(1 + np.arange(64) % num_adapters, np.ones(64, np.int64), CUDA)
     assert rows is not None
     matmul.prepare(CUDA)
+    assert all(
+        matmul.can_start_late(x.new_empty(64, size), weight)
+        for weight, (_, size, _) in zip(weights, blocks, strict=True)
+    )
+    ones = torch.ones(4096, device=CUDA, dtype=torch.bfloat16)
 
-    def chain(wait: Callable[[], None]) -> torch.Tensor:
+    def chain(products: Callable[..., tuple[torch.Tensor, torch.Tensor]], wait: Callable[[], None]) -> torch.Tensor:
         at = x
-        for _ in range(8):
-            low = shrink(at, stack, rows)
-            wait()
-            out = matmul.linear(at, weight)
-            wait()
-            expand(out, low, stack, rows)
-            wait()
-            at = rms_norm(out, torch.ones(outputs, device=CUDA, dtype=torch.bfloat16), 1e-5)
+        for _ in range(3):
+            for weight, (outputs, _, stack) in zip(weights, blocks, strict=True):
+                wait()
+                at = at if outputs == 4096 and at.shape[1] == 14336 else rms_norm(at[:, :4096].contiguous(), ones, 1e-5)
+                wait()
+                out, low = products(at, weight, None, stack, rows)
+                wait()
+                if outputs == 28672:
+                    at = expand_silu_mul(out, low, stack, rows, 8)
+                else:
+                    expand(out, low, stack, rows)
+                    at = out
         return at
 
-    expected = chain(torch.cuda.synchronize)
+    def apart(x: torch.Tensor, weight: torch.Tensor, bias: None, stack: AdapterStack, rows: AdapterRows) -> Any:
+        low = shrink(x, stack, rows)
+        torch.cuda.synchronize()
+        return matmul.linear(x, weight, bias), low
+
+    expected = chain(apart, torch.cuda.synchronize)
+    assert torch.equal(chain(linear_and_low, torch.cuda.synchronize), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = chain(lambda: None)
+        made = chain(linear_and_low, lambda: None)
     for _ in range(50):
         graph.replay()
         assert torch.equal(made, expected)
+
+
+def stack_of(parts: tuple[int, ...], size: int) -> AdapterStack:
+    """Nine adapters of rank 16 whose share is about as large as the product's own."""
+    a = torch.randn(9, 16 * len(parts), size, device=CUDA).bfloat16() / size**0.5
+    b = torch.randn(9, sum(parts), 16, device=CUDA).bfloat16() / 4
+    return AdapterStack(a, b, torch.full((9, len(parts)), 16, dtype=torch.int32, device=CUDA), parts)
 
 
 @pytest.mark.parametrize("replayed", [False, True])

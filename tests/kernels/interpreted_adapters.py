@@ -45,7 +45,7 @@ def test_rows_take_their_own_adapters(part_sizes: tuple[int, ...], size: int, ra
     x, out = wide[:, :size], torch.randn(30, sum(part_sizes))
     before, expected = out.clone(), out.clone()
     expand_eager(expected, shrink_eager(x, stack, rows), stack, rows)
-    expand_triton(out, shrink_triton(x, stack, rows), stack, rows)
+    expand_triton(out, shrink_triton(x, stack, rows, beside=not are_prompts), stack, rows)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
     assert not out.isnan().any()
     untouched = [row for row, adapter in enumerate(ADAPTERS) if not adapter]

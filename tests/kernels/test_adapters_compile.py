@@ -29,8 +29,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "expand": (adapter_rows.expand_rows_kernel, {**QKV, "BLOCK_N": 128}),
     "expand-256": (adapter_rows.expand_rows_kernel, {**QKV, "LANES": 768, "RANK": 256, "BLOCK_N": 16}),
-    "expand-silu": (adapter_rows.expand_silu_rows_kernel, {"SIZE": 14336, "GROUP": 8, "RANK": 16, "BLOCK_N": 64}),
-    "expand-silu-64": (adapter_rows.expand_silu_rows_kernel, {"SIZE": 14336, "GROUP": 8, "RANK": 64, "BLOCK_N": 16}),
+    "expand-silu": (adapter_rows.expand_silu_rows_kernel, {"SIZE": 14336, "GROUP": 8, "RANK": 16, "BLOCK_N": 128}),
+    "expand-silu-64": (adapter_rows.expand_silu_rows_kernel, {"SIZE": 14336, "GROUP": 8, "RANK": 64, "BLOCK_N": 32}),
     "prompts-shrink": (adapter_tiles.shrink_tiles_kernel, {"SIZE": 4096, "LANES": 48, "RANK": 16, "BLOCK_K": 64}),
     "prompts-expand": (adapter_tiles.expand_tiles_kernel, {**QKV, "GROUP": 0, "BLOCK_N": 128}),
     "prompts-expand-64": (
@@ -57,6 +57,8 @@ def test_compiles(case: str, capability: int) -> None:
     constants["CHUNK"] = 64 if takes_tiles else adapters.CHUNK
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     constants["PDL"] = capability >= 90
+    if "BESIDE" in kernel.arg_names:
+        constants["BESIDE"] = constants["PDL"]
     types = INTEGERS | FLOATS
     signature = {
         argument: "constexpr" if argument in constants else types.get(argument, "i32") for argument in kernel.arg_names

@@ -57,8 +57,8 @@ def descriptor(rows: int, columns: int) -> str:
     return f"tensordesc<bf16{[rows, columns]},{matmul_launch.tile_layout(rows, columns, torch.bfloat16)!r}>"
 
 
-def compile_stream(plan: StreamPlan, *, has_bias: bool, silu: bool) -> Any:
-    constants = matmul_launch.stream_constants(plan, has_bias=has_bias, silu=silu)
+def compile_stream(plan: StreamPlan, *, has_bias: bool, silu: bool, late: bool = False) -> Any:
+    constants = matmul_launch.stream_constants(plan, has_bias=has_bias, silu=silu, late=late)
     y_tile = descriptor(plan.tile_m // constants["PARTS"], plan.tile_n // (2 if silu else 1))
     types = {
         "w_desc": descriptor(plan.tile_n, plan.tile_k), "x_desc": descriptor(plan.tile_m, plan.tile_k),
@@ -67,12 +67,13 @@ def compile_stream(plan: StreamPlan, *, has_bias: bool, silu: bool) -> Any:
     return compile_kernel(matmul_stream_kernel, types, constants)
 
 
-def compile_ring(plan: RingPlan, *, has_bias: bool, silu: bool) -> Any:
+def compile_ring(plan: RingPlan, *, has_bias: bool, silu: bool, late: bool = False) -> Any:
     types = {
         "w_desc": descriptor(plan.height, plan.tile_k), "x_desc": descriptor(plan.tile_m, plan.tile_k),
         "y_desc": descriptor(*matmul_launch.ring_y_tile(plan, silu)), "bias": "*bf16",
     }  # fmt: skip
-    return compile_kernel(matmul_ring_kernel, types, matmul_launch.ring_constants(plan, has_bias=has_bias, silu=silu))
+    constants = matmul_launch.ring_constants(plan, has_bias=has_bias, silu=silu, late=late)
+    return compile_kernel(matmul_ring_kernel, types, constants)
 
 
 def compile_rows(plan: RowsPlan, num_rows: int, num_inputs: int, *, has_bias: bool, silu: bool) -> Any:
@@ -121,6 +122,19 @@ def test_kernels_with_a_loading_warp_compile(plan: RingPlan, gated: bool) -> Non
     assert compiled.metadata.shared <= plan.shared_bytes + 512 <= SHARED_BYTES
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "griddepcontrol.wait", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("plan", [StreamPlan(64, 64, 128, 6, 4, 1), RingPlan(64, 64, 128, 6, 1)])
+def test_who_starts_late_lets_others_start_once_it_has_waited(plan: StreamPlan | RingPlan, late: bool) -> None:
+    compiled = (compile_stream if isinstance(plan, StreamPlan) else compile_ring)(
+        plan, has_bias=False, silu=False, late=late
+    )
+    waits, starts = (compiled.asm["ptx"].index(f"griddepcontrol.{what}") for what in ("wait", "launch_dependents"))
+    if late:
+        assert waits < starts
+    elif isinstance(plan, StreamPlan):  # a loading warp's code stands before what comes first
+        assert starts < waits
 
 
 def shares(tiles: int, steps: int, programs: int, lead: int) -> list[int]:

@@ -48,6 +48,7 @@ def shrink_rows_kernel(
     PLACES: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BESIDE: tl.constexpr,  # the kernel in front is a product that started late
     PDL: tl.constexpr,
 ):
     """Grid (ceil(T / PLACES), L / CHUNK, S): one split's share of x A^T for some places and lanes."""
@@ -62,17 +63,24 @@ def shrink_rows_kernel(
     matrix = a + ((slot - 1) * a_slot)[:, None, None] + (lanes * SIZE)[None, :, None]
     columns = split * BLOCK_K + tl.arange(0, BLOCK_K)
     block = tl.load(matrix + columns[None, None, :], wanted & (columns < SIZE)[None, None, :], 0.0)
-    _wait(PDL)
+    if not BESIDE:
+        _wait(PDL)
     total = tl.zeros([PLACES, CHUNK, BLOCK_K // 8], tl.float32)  # each of what one thread loads at once
     at, has_rank = x + (rows * x_row)[:, None], (rank > 0)[:, None]
     for _ in range(split * BLOCK_K, SIZE, SPLITS * BLOCK_K):
-        values = tl.load(at + columns[None, :], has_rank & (columns < SIZE)[None, :], 0.0).to(tl.float32)
-        product = block.to(tl.float32) * values[:, None, :]
+        # Past the first cache, which may hold what stood there before: only waiting would empty it.
+        values = tl.load(at + columns[None, :], has_rank & (columns < SIZE)[None, :], 0.0, cache_modifier=".cg")
+        product = block.to(tl.float32) * values.to(tl.float32)[:, None, :]
         total += tl.sum(product.reshape(PLACES, CHUNK, BLOCK_K // 8, 8), 3)
         columns += SPLITS * BLOCK_K
         block = tl.load(matrix + columns[None, None, :], wanted & (columns < SIZE)[None, None, :], 0.0)
     target = low + ((split * num_rows + places) * LANES)[:, None] + lanes[None, :]
     tl.store(target, tl.sum(total, 2), has_rank)
+    if BESIDE:
+        last = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2) - 1
+        program = (split * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+        if program == last:
+            _wait(PDL)
 
 
 @triton.jit
@@ -154,16 +162,23 @@ def expand_rows_kernel(
 
 
 @triton.jit
-def _store_silu(
-    gate_up, out, gate_added, up_added, places, stop, order, columns, row,
-    SIZE: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Stores silu(gate + added) * (up + added) of some places and columns."""
-    mask = (places < stop)[:, None] & (columns < SIZE)[None, :]
-    rows = tl.load(order + places, places < stop, 0).to(tl.int64)
+def _mask_of(places, stop, columns, SIZE: tl.constexpr):
+    return (places < stop)[:, None] & (columns < SIZE)[None, :]
+
+
+@triton.jit
+def _load_gate_up(gate_up, rows, places, stop, columns, row, SIZE: tl.constexpr, GROUP: tl.constexpr):
+    """Gate and up of some rows and columns."""
+    mask = _mask_of(places, stop, columns, SIZE)
     at = gate_up + (rows * row)[:, None] + (columns // GROUP * (2 * GROUP) + columns % GROUP)[None, :]
-    gate = tl.load(at, mask, 0.0).to(tl.float32) + gate_added
-    up = tl.load(at + GROUP, mask, 0.0).to(tl.float32) + up_added
+    return tl.load(at, mask, 0.0), tl.load(at + GROUP, mask, 0.0)
+
+
+@triton.jit
+def _store_silu(out, gate, up, gate_added, up_added, rows, places, stop, columns, SIZE: tl.constexpr):
+    """Stores silu(gate + added) * (up + added)."""
+    mask = _mask_of(places, stop, columns, SIZE)
+    gate, up = gate.to(tl.float32) + gate_added, up.to(tl.float32) + up_added
     activated = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + (rows * SIZE)[:, None] + columns[None, :], activated.to(out.dtype.element_ty), mask)
 
@@ -222,21 +237,30 @@ def expand_silu_rows_kernel(
     if tl.load(slots + first) == tl.load(slots + stop - 1):  # they stand sorted
         one = first + tl.arange(0, 1)
         gate_of_all, up_of_all = _gate_and_up(b, ranks, slots, one, stop, columns, b_slot, rank_slot, SIZE, RANK)
+        rows = tl.load(order + tile, tile < stop, 0).to(tl.int64)
         _wait(PDL)
+        gate, up = _load_gate_up(gate_up, rows, tile, stop, columns, row, SIZE, GROUP)
         gate_low = _sum_of(low, tile, 0, gate_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
         up_low = _sum_of(low, tile, 1, up_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
         gate_added, up_added = _times(gate_of_all, gate_low), _times(up_of_all, up_low)
-        _store_silu(gate_up, out, gate_added, up_added, tile, stop, order, columns, row, SIZE, GROUP)
+        _store_silu(out, gate, up, gate_added, up_added, rows, tile, stop, columns, SIZE)
     else:
         places = first + tl.arange(0, PLACES)
         of_gate, of_up = _gate_and_up(b, ranks, slots, places, stop, columns, b_slot, rank_slot, SIZE, RANK)
+        some = tl.load(order + places, places < stop, 0).to(tl.int64)
         _wait(PDL)
+        some_gate, some_up = _load_gate_up(gate_up, some, places, stop, columns, row, SIZE, GROUP)
         low_of_gate = _sum_of(low, tile, 0, gate_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
         low_of_up = _sum_of(low, tile, 1, up_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
         for index in range(TILE // PLACES):
             after = places + PLACES
-            next_gate, next_up = _gate_and_up(b, ranks, slots, after, stop, columns, b_slot, rank_slot, SIZE, RANK)
+            next_of_gate, next_of_up = _gate_and_up(
+                b, ranks, slots, after, stop, columns, b_slot, rank_slot, SIZE, RANK
+            )
+            following = tl.load(order + after, after < stop, 0).to(tl.int64)
+            next_gate, next_up = _load_gate_up(gate_up, following, after, stop, columns, row, SIZE, GROUP)
             added_to_gate = _times(of_gate, _some(low_of_gate, index, PLACES, TILE, RANK))
             added_to_up = _times(of_up, _some(low_of_up, index, PLACES, TILE, RANK))
-            _store_silu(gate_up, out, added_to_gate, added_to_up, places, stop, order, columns, row, SIZE, GROUP)
-            places, of_gate, of_up = after, next_gate, next_up
+            _store_silu(out, some_gate, some_up, added_to_gate, added_to_up, some, places, stop, columns, SIZE)
+            of_gate, of_up, some_gate, some_up = next_of_gate, next_of_up, next_gate, next_up
+            places, some = after, following

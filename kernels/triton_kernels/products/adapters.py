@@ -19,10 +19,11 @@ from tandem.kernels.triton_kernels.products.adapter_rows import (
 from tandem.kernels.triton_kernels.products.adapter_tiles import expand_tiles_kernel, shrink_tiles_kernel
 
 # Of decode rows: places of a program, splits times lanes at most, words of B at once, inputs at once and of a split at
-# least; of what ends in silu places of a program, words of B of either part at once, warps;
+# least, warps of shrink; of what ends in silu places of a program, words of B of either part at once, warps;
 # docs/measurements.md#adapters.
 PLACES, SPLIT_LANES, WORDS_OF_B, BLOCK_K, LEAST_INPUTS = 2, 256, 4096, 512, 512
-SILU_TILE, SILU_WORDS, SILU_WARPS = 8, 1024, 4
+SHRINK_WARPS = 4
+SILU_TILE, SILU_WORDS, SILU_WARPS = 8, 2048, 4
 CHUNK = 16  # lanes of a program; a guess
 # Of prompts, guesses too.
 TILE_K, TILE_LANES, TILE_SPLITS, WORDS_OF_TILE = 64, 64, 4, 4096
@@ -34,7 +35,7 @@ def num_splits(lanes: int, num_inputs: int) -> int:
     return max(1, min(SPLIT_LANES // lanes, triton.cdiv(num_inputs, LEAST_INPUTS)))
 
 
-def shrink_triton(x_TK: torch.Tensor, stack: AdapterStack, rows: AdapterRows) -> torch.Tensor:
+def shrink_triton(x_TK: torch.Tensor, stack: AdapterStack, rows: AdapterRows, *, beside: bool = False) -> torch.Tensor:
     """These launch one kernel each; see kernels/products/adapters.py for what the arguments mean."""
     (num_rows, size), lanes, a, ranks = x_TK.shape, stack.a.shape[1], stack.a, stack.ranks
     splits = TILE_SPLITS if rows.tiles is not None else num_splits(lanes, size)
@@ -44,7 +45,7 @@ def shrink_triton(x_TK: torch.Tensor, stack: AdapterStack, rows: AdapterRows) ->
     if rows.tiles is None:
         shrink_rows_kernel[(triton.cdiv(num_rows, PLACES), lanes // CHUNK, splits)](
             x_TK, a, ranks, rows.order, rows.slots, low, *strides,
-            PLACES=PLACES, CHUNK=CHUNK, BLOCK_K=BLOCK_K, num_warps=4, num_stages=1, **common,
+            PLACES=PLACES, CHUNK=CHUNK, BLOCK_K=BLOCK_K, BESIDE=beside, num_warps=SHRINK_WARPS, num_stages=1, **common,
         )  # fmt: skip
     elif len(rows.tiles):
         chunk = min(TILE_LANES, triton.next_power_of_2(lanes))

@@ -15,6 +15,7 @@ from tandem.kernels.triton_kernels.products.matmul_ring import matmul_ring_kerne
 from tandem.kernels.triton_kernels.products.matmul_rows import matmul_rows_kernel
 from tandem.kernels.triton_kernels.products.matmul_stream import matmul_stream_kernel
 
+LATE_REGISTERS = 128  # of a thread; docs/measurements.md#adapters
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -23,11 +24,11 @@ def parts_of(plan: StreamPlan) -> int:
     return 2 if plan.tile_n * plan.tile_m >= 128 * 32 * plan.warps else 1
 
 
-def stream_constants(plan: StreamPlan, *, has_bias: bool, silu: bool) -> dict[str, Any]:
+def stream_constants(plan: StreamPlan, *, has_bias: bool, silu: bool, late: bool = False) -> dict[str, Any]:
     """The kernel's compile-time constants and options for a plan."""
     return {
         "TILE_N": plan.tile_n, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "STAGES": plan.stages,
-        "HAS_BIAS": has_bias, "SILU": silu, "PARTS": parts_of(plan),
+        "HAS_BIAS": has_bias, "SILU": silu, "PARTS": parts_of(plan), "LATE": late,
         "num_warps": plan.warps,
     }  # fmt: skip
 
@@ -37,13 +38,14 @@ def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLa
     return gl.NVMMASharedLayout.get_default_for([rows, columns], _DTYPES[dtype])
 
 
-def ring_constants(plan: RingPlan, *, has_bias: bool, silu: bool) -> dict[str, Any]:
+def ring_constants(plan: RingPlan, *, has_bias: bool, silu: bool, late: bool = False) -> dict[str, Any]:
     """The kernel's compile-time constants and options for a plan. Warpgroups trade registers: the sum over them, with
-    the loading warp's, is what the launch gave."""
+    the loading warp's, is what the launch gave. `late` leaves registers to programs of the next kernel."""
+    leaves = {"maxnreg": LATE_REGISTERS} if late and plan.groups == 1 and plan.sums <= 64 else {}
     return {
         "HEIGHT": plan.height, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "STAGES": plan.stages,
         "GROUPS": plan.groups, "HAS_BIAS": has_bias, "SILU": silu, "PARTS": plan.parts,
-        "GROUP_REGISTERS": 232, "LOADER_REGISTERS": 40, "num_warps": 4,
+        "LATE": late, "GROUP_REGISTERS": 232, "LOADER_REGISTERS": 40, "num_warps": 4, **leaves,
     }  # fmt: skip
 
 
@@ -77,15 +79,17 @@ def launch(
     *,
     bias_N: torch.Tensor | None,
     silu: bool,
+    late: bool = False,
 ) -> None:
-    """out = x @ weight^T (+ bias, or gated). Rows of all matrices start at multiples of 16 bytes."""
+    """out = x @ weight^T (+ bias, or gated). Rows of all matrices start at multiples of 16 bytes. `late`: as LATE in
+    matmul_stream.py, for plans of tensor cores."""
     assert plan.is_valid(x_MK.shape[0], *weight_NK.shape), f"{plan} for {x_MK.shape[0]} rows of {weight_NK.shape}"
     if isinstance(plan, RowsPlan):
         launch_rows(plan, x_MK, weight_NK, out_MN, bias_N=bias_N, silu=silu)
     elif isinstance(plan, RingPlan):
-        _launch_ring(plan, x_MK, weight_NK, out_MN, bias_N, silu)
+        _launch_ring(plan, x_MK, weight_NK, out_MN, bias_N, silu, late)
     else:
-        _launch_stream(plan, x_MK, weight_NK, out_MN, workspace, bias_N, silu)
+        _launch_stream(plan, x_MK, weight_NK, out_MN, workspace, bias_N, silu, late)
 
 
 def launch_rows(
@@ -118,9 +122,10 @@ def _launch_stream(
     workspace: torch.Tensor,
     bias_N: torch.Tensor | None,
     silu: bool,
+    late: bool,
 ) -> None:
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
-    constants = stream_constants(plan, has_bias=bias_N is not None, silu=silu)
+    constants = stream_constants(plan, has_bias=bias_N is not None, silu=silu, late=late)
     y_tile = (plan.tile_m // constants["PARTS"], plan.tile_n // 2 if silu else plan.tile_n)
     matmul_stream_kernel[(plan.grid(num_rows, num_outputs, num_inputs),)](
         _describe(weight_NK, plan.tile_n, plan.tile_k),
@@ -145,6 +150,7 @@ def _launch_ring(
     out_MN: torch.Tensor,
     bias_N: torch.Tensor | None,
     silu: bool,
+    late: bool,
 ) -> None:
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
     matmul_ring_kernel[(plan.grid(num_rows, num_outputs, num_inputs),)](
@@ -157,7 +163,7 @@ def _launch_ring(
         -(-num_inputs // plan.tile_k),
         plan.lanes(num_rows),
         launch_pdl=True,
-        **ring_constants(plan, has_bias=bias_N is not None, silu=silu),
+        **ring_constants(plan, has_bias=bias_N is not None, silu=silu, late=late),
     )
 
 

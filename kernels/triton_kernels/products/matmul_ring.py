@@ -53,12 +53,15 @@ def load_weights(
 def load_tiles(
     w_desc, x_desc, w_ring, x_ring, ready, empty, tiles_n, k_tiles, lanes,
     HEIGHT: gl.constexpr, TILE_M: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    LATE: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp; the first weights are on their way already."""
+    """The loading warp; the first weights are on their way already. LATE as in matmul_stream.py."""
     BYTES: gl.constexpr = w_desc.block_type.nbytes * GROUPS + x_desc.block_type.nbytes
     first, count = share(tiles_n, k_tiles, lanes)
     row = gl.program_id(0) % lanes * TILE_M
     gdc_wait()
+    if LATE:
+        gdc_launch_dependents()
     early = gl.minimum(count, STAGES)
     for step in range(early):
         copy_in(x_desc, [row, (first + step) % k_tiles * TILE_K], ready.index(step), x_ring.index(step))
@@ -146,6 +149,7 @@ def matmul_ring_kernel(
     HAS_BIAS: gl.constexpr,
     SILU: gl.constexpr,
     PARTS: gl.constexpr,
+    LATE: gl.constexpr,
     GROUP_REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ):
@@ -168,7 +172,8 @@ def matmul_ring_kernel(
     for step in range(gl.minimum(count, STAGES)):
         mbarrier.expect(ready.index(step), BYTES)
         load_weights(w_desc, w_ring, ready.index(step), step, first + step, k_tiles, HEIGHT, TILE_K, GROUPS)
-    gdc_launch_dependents()
+    if not LATE:
+        gdc_launch_dependents()
     if GROUPS == 1:
         gl.warp_specialize(
             [
@@ -178,7 +183,7 @@ def matmul_ring_kernel(
                 )),
                 (load_tiles, (
                     w_desc, x_desc, w_ring, x_ring, ready, empty, tiles_n, k_tiles, lanes,
-                    HEIGHT, TILE_M, TILE_K, STAGES, GROUPS,
+                    HEIGHT, TILE_M, TILE_K, STAGES, GROUPS, LATE,
                 )),
             ],
             [1], [LOADER_REGISTERS],
@@ -196,7 +201,7 @@ def matmul_ring_kernel(
                 )),
                 (load_tiles, (
                     w_desc, x_desc, w_ring, x_ring, ready, empty, tiles_n, k_tiles, lanes,
-                    HEIGHT, TILE_M, TILE_K, STAGES, GROUPS,
+                    HEIGHT, TILE_M, TILE_K, STAGES, GROUPS, LATE,
                 )),
             ],
             [4, 1], [GROUP_REGISTERS, LOADER_REGISTERS],

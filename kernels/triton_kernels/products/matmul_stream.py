@@ -9,6 +9,7 @@ for others with smaller ids, which started earlier, so the wait ends whatever el
 
 Loads run STAGES steps ahead through the tensor memory accelerator. With programmatic dependent launch the first
 weights are fetched while the preceding kernel still runs; nothing else is touched before that kernel has finished.
+With LATE the next kernel starts only after that: it may read x at once, and runs beside this one.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -132,6 +133,7 @@ def matmul_stream_kernel(
     HAS_BIAS: gl.constexpr,
     SILU: gl.constexpr,
     PARTS: gl.constexpr,
+    LATE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Grid (lanes * programs): lane l does rows [l * TILE_M, ...), its programs share all tiles of N evenly."""
@@ -161,8 +163,11 @@ def matmul_stream_kernel(
         mbarrier.expect(ready.index(step), BYTES)
         place = [(unit // k_tiles) * TILE_N, (unit % k_tiles) * TILE_K]
         copy_in(w_desc, place, ready.index(step), w_ring.index(step))
-    gdc_launch_dependents()
+    if not LATE:
+        gdc_launch_dependents()
     gdc_wait()
+    if LATE:
+        gdc_launch_dependents()
     for step in range(early):
         copy_in(x_desc, [row, ((first + step) % k_tiles) * TILE_K], ready.index(step), x_ring.index(step))
 
