@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 KEY = "sk-of-operators"
+NODE = "prefill-1-0a1b2c"  # as `tandem serve` would call it
 HOSTILE_NODE = "decode-<img/src=x/onerror=alert(1)>"
 HOSTILE = "<img/src=x/onerror=document.title=1>"
 STORY = "a-long-prompt"
@@ -24,7 +25,7 @@ ESCAPE, ENTER, LEFT = ("Escape", 27), ("Enter", 13), ("ArrowLeft", 37)
 def router() -> Iterator[RouterInThread]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tandem.router.watching.feed.TICK_S", 0.25)
-        with watched_cluster(("prefill-1", HOSTILE_NODE), api_key=KEY) as found:
+        with watched_cluster((NODE, HOSTILE_NODE), api_key=KEY) as found:
             found.client.headers["Authorization"] = f"Bearer {KEY}"
             for name in (HOSTILE, STORY):
                 assert make_request(found, name, 700, 6, ttft_target_ms=60000).status_code == 200
@@ -73,8 +74,8 @@ def test_a_key_stays_in_its_tab(page: Page, browser: Browser, router: RouterInTh
 def test_nodes_and_flows_are_drawn(page: Page) -> None:
     page.wait_for("document.querySelectorAll('.flows .moving[d]').length")
     labels = page.evaluate("[...document.querySelectorAll('.node')].map(e => e.getAttribute('aria-label'))")
-    assert [label.split(" (")[0] for label in labels] == ["prefill-1", HOSTILE_NODE]
-    assert page.evaluate("document.querySelector('.flows title').textContent").startswith(f"prefill-1 → {HOSTILE_NODE}")
+    assert [label.split(" (")[0] for label in labels] == [NODE, HOSTILE_NODE]
+    assert page.evaluate("document.querySelector('.flows title').textContent").startswith(f"{NODE} → {HOSTILE_NODE}")
     left, right = page.evaluate("[...document.querySelectorAll('.node')].map(e => e.getBoundingClientRect().x)")
     assert left < right
     page.click("#table-of-nodes summary")
@@ -158,6 +159,8 @@ def test_it_is_dark_where_the_system_is(page: Page) -> None:
 def test_it_fits_a_phone_and_a_tablet(page: Page, width: int) -> None:
     page.resize(width, 740, mobile=True, scale=2)
     page.wait_for(f"document.querySelector('#topology svg').getAttribute('width') < {width}")
+    named = "[...document.querySelectorAll('.node .name')].map(e => e.textContent)"
+    assert ("prefill-1" if width == 360 else NODE) in page.evaluate(named)
     beyond = f"e.getBoundingClientRect().right > {width} && !e.closest('.scrolls')"
     assert page.evaluate(f"[...document.querySelectorAll('main *')].filter(e => {beyond}).map(e => e.outerHTML)") == []
     assert width_of(page) <= width

@@ -109,8 +109,8 @@ function drawTile(tile, node, { x, y, w, h, isDense }) {
   const tall = h - 12;
   set(room, { x: 6, y: 6, width: 6, height: tall, rx: 3 });
   set(kv, { x: 6, y: 6 + tall * (1 - used), width: 6, height: tall * used, rx: Math.min(3, (tall * used) / 2) });
-  const letters = Math.max(3, Math.floor((w - 24) / 7.4));
-  say(set(name, { x: 19, y: isDense ? 14 : 19 }), shortName(node.id, letters));
+  const letters = Math.max(3, Math.floor((w - 24) / 8));
+  say(set(name, { x: 19, y: isDense ? 14 : 19 }), shortName(node, letters));
   say(set(load, { x: 19, y: 36 }), isDense ? "" : loadOf(node, letters));
   const hasRoom = !isDense && w > 190;
   say(set(pace, { x: w - 8, y: 36, "text-anchor": "end" }), hasRoom ? paceOf(node) : "");
@@ -125,8 +125,10 @@ function drawTile(tile, node, { x, y, w, h, isDense }) {
   say(title, text);
 }
 
-function shortName(id, letters) {
+function shortName({ id, role }, letters) {
   if (id.length <= letters) return id;
+  const index = id.startsWith(`${role}-`) && /^\w+-(\d+)-[0-9a-f]{6}$/.exec(id)?.[1]; // as `tandem serve` calls them
+  if (index) return role.length + 1 + index.length <= letters ? `${role}-${index}` : index; // they stand below their role
   if (letters < 12) return `…${id.slice(1 - letters)}`; // what tells names apart is mostly at the end
   const end = Math.ceil(letters / 3);
   return `${id.slice(0, letters - end - 1)}…${id.slice(-end)}`;
