@@ -98,7 +98,9 @@ class Departures:
         departure = Departure(order, router, request, most_tokens, request.num_preemptions, least_tokens)
         self._departures[order.successor] = departure
         self.counters.started += 1
-        self._source.follow(order.successor, order.peer, most_tokens, now + order.deadline_s, now)
+        # A step that is under way may bring more than one token.
+        room = min(most_tokens + self._scheduler.num_speculative_tokens, request.max_num_tokens)
+        self._source.follow(order.successor, order.peer, room, now + order.deadline_s, now)
         return True
 
     def on_outcome(self, outcome: SourceOutcome, now: float) -> bool:

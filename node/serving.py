@@ -289,6 +289,7 @@ class ServingNode:
             "preemptions": float(self.scheduler.state.num_preemptions),
             "prompt_tokens": float(self.scheduler.state.num_prompt_tokens),
             "cached_tokens": float(self.scheduler.state.num_cached_tokens),
+            **self.scheduler.spec_counters,
             **self.scheduler.state.waits,
             **self.scheduler.state.queues.adapters.counters(),
             **self.handoffs.counters(),

@@ -25,6 +25,7 @@ from tandem.engine.parallel.group import Membership, TensorParallel
 from tandem.engine.precision.kv_scales import scales_of_random_prompts
 from tandem.engine.running.memory import profile_free_bytes
 from tandem.engine.running.runner_needs import Model
+from tandem.engine.scheduling.speculation.options import read_speculative_config
 from tandem.node.precise.another_cache import OverAnotherCache
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ def load(
     weights is there, of 1.
     """
     folder = resolve_model(options.model.model, options.model.revision)
+    speculates = read_speculative_config(options.scheduler.speculative_config) is not None
     config = load_config(folder, options.model)
     max_model_len = options.model.max_model_len or config.max_model_len
     if max_model_len > config.max_model_len:
@@ -110,6 +112,8 @@ def load(
         raise ConfigError(f"{sizes}; change one of them")
     if config.encoder is not None and SPAN_MULTIPLE % cache.block_size:
         raise ConfigError(f"--block-size {cache.block_size}: with an encoder it must divide {SPAN_MULTIPLE}")
+    if config.encoder is not None and speculates:
+        raise ConfigError(f"--speculative-config: {config.architecture} has an encoder: leave it out")
     if config.encoder is not None and membership is not None:
         raise ConfigError(f"--tensor-parallel-size: {config.architecture} has an encoder, and runs on one GPU")
     device = choose_device(options)

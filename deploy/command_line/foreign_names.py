@@ -170,7 +170,6 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "enable_expert_parallel": _refused_flag(
         "whole experts are not spread over GPUs; --tensor-parallel-size gives each GPU a share of every expert"
     ),
-    "speculative_config": _refused("no tokens are guessed ahead"),
     "kv_transfer_config": _refused("--prefill N --decode M start nodes that hand KV over; --transport says how"),
     "mm_processor_kwargs": _refused("set them in preprocessor_config.json, in the model's folder"),
     "uds": _refused("it listens on TCP: --host, --port"),

@@ -149,6 +149,11 @@ class SchedulerOptions:
         "--tpot-target-ms, else without bound",
     ] = 0.0
     parked_kv_fraction: Annotated[Share, "prefill nodes: share of the pool for KV that has no destination yet"] = 0.25
+    speculative_config: Annotated[
+        str,
+        'guess tokens ahead, as {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
+        '"prompt_lookup_min": 2}: by what followed the newest ones before (docs/speculation.md); empty: off',
+    ] = ""
     growth_headroom: Annotated[
         float, Meta(ge=0, lt=1), "decode nodes: share of the pool kept free for the growth of running requests"
     ] = 0.1

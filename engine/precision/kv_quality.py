@@ -97,6 +97,7 @@ class KVQuality:
         row = output.rows[sample.row]
         return (
             row.start > 0
+            and sample.draft < 0  # its table holds what was drawn by now, and no longer what was guessed
             and sample.position <= self._max_tokens
             and not state.settings["adapter"][sample.slot]
             and not (self._media is not None and self._media.has_items(sample.slot))

@@ -85,9 +85,15 @@ class BatchState:
 
     # --- patches --------------------------------------------------------------------------------------------
 
-    def apply(self, new_slots: Sequence[NewSlot], block_appends: Sequence[BlockAppend]) -> dict[int, str]:
-        """Takes in sequences that enter and blocks that tables gained, before the step's forward pass. Returns slot ->
-        why its settings can't be used; such a slot is computed as a greedy one, and its tokens must be dropped."""
+    def apply(
+        self,
+        new_slots: Sequence[NewSlot],
+        block_appends: Sequence[BlockAppend],
+        samples: Sequence[SampleRow] = (),
+    ) -> dict[int, str]:
+        """Takes in sequences that enter, blocks that tables gained and drafts of `samples`, before the step's forward
+        pass. Returns slot -> why its settings can't be used; such a slot is computed as a greedy one, and its tokens
+        must be dropped."""
         failed = {}
         for new in new_slots:
             try:
@@ -105,6 +111,9 @@ class BatchState:
         columns = self.token_ids_SC.shape[1]
         token_at = [new.slot * columns + np.arange(len(new.token_ids)) for new in new_slots]
         token_values = [new.token_ids for new in new_slots]
+        drafted = [sample for sample in samples if sample.draft >= 0]
+        token_at.append(np.array([each.slot * columns + each.position - 1 for each in drafted], np.int64))
+        token_values.append(np.array([each.draft for each in drafted], np.int64))
         self._scatter([(self.block_table_SB, table_at, table_values), (self.token_ids_SC, token_at, token_values)])
         penalised = [new for new in new_slots if self.settings["penalised"][new.slot]]
         if penalised:
@@ -136,7 +145,22 @@ class BatchState:
         if not self.settings["penalised"][[sample.slot for sample in samples]].any():
             return
         counts_SV, _ = self._penalty_tables()  # slots without penalties are counted too: void at their next NewSlot
-        counts_SV.index_put_((slot_N, token_N), torch.ones_like(slot_N, dtype=torch.int32), accumulate=True)
+        kept_N = self._kept(samples, token_N).to(torch.int32)
+        counts_SV.index_put_((slot_N, token_N), kept_N, accumulate=True)
+
+    def _kept(self, samples: Sequence[SampleRow], token_N: torch.Tensor) -> torch.Tensor:
+        """bool [N]: which samples stand behind their sequence's own tokens, as `verdicts.void_samples` says, before the
+        host has seen `token_N`."""
+        drafts = np.array([sample.draft for sample in samples], np.int64)
+        if (drafts < 0).all():
+            return torch.ones_like(token_N, dtype=torch.bool)
+        [draft_N] = upload([drafts], self.device)
+        is_own_N = draft_N < 0
+        is_right_N = token_N.roll(1) == draft_N
+        kept_N = is_own_N
+        for _ in range(_longest_run(drafts >= 0)):
+            kept_N = is_own_N | (kept_N.roll(1) & is_right_N)
+        return kept_N
 
     def _table_patch(self, slots: Sequence[NewSlot] | Sequence[ForkSlot]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         assert all(len(entry.block_ids) <= self.max_blocks for entry in slots), "a block beyond max_model_len"
@@ -218,14 +242,15 @@ class BatchState:
         edit_rows, edit_tokens, edit_values = self._edits(slots, rows, output_indices)
         arrays = [slots, positions, with_logprobs, edit_rows, edit_tokens, edit_values, penalised]
         arrays += [rows[name][penalised] for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")]
+        arrays += _drafts_before(samples, penalised)
         if random.size:
             arrays += [np.stack([rows[name] for name in ("temperature", "top_p", "min_p")]), rows["top_k"]]
             arrays += [rows["seed"].view(np.int64), sample_indices, output_indices]
         sent = upload(arrays, self.device)
         batch = SamplingBatch(
             edits=LogitEdits(sent[3], sent[4], sent[5].float()) if edit_rows.size else None,
-            penalties=self._penalties(sent[0], *sent[6:10]) if penalised.size else None,
-            random=_random_settings(random, sent[10:]) if random.size else None,
+            penalties=self._penalties(sent[0], *sent[6:12]) if penalised.size else None,
+            random=_random_settings(random, sent[12:]) if random.size else None,
             logprob_row_L=sent[2] if with_logprobs.size else None,
             max_num_logprobs=max(int(rows["num_logprobs"].max()), 0),
             is_guided=bool(rows["guided"].any()),
@@ -265,16 +290,39 @@ class BatchState:
         repetition_P: torch.Tensor,
         presence_P: torch.Tensor,
         frequency_P: torch.Tensor,
+        place_E: torch.Tensor,
+        draft_E: torch.Tensor,
     ) -> Penalties:
+        """`place_E`, `draft_E`: for each of these rows (by its place among them) the drafts that it stands behind."""
         counts_SV, in_prompt_SV = self._penalty_tables()
         slot_P = slot_N[row_P]
         settings = repetition_P.float(), presence_P.float(), frequency_P.float()
-        return Penalties(row_P, *settings, counts_SV[slot_P], in_prompt_SV[slot_P])
+        counts_PV = counts_SV[slot_P]
+        if len(place_E):
+            counts_PV.index_put_((place_E, draft_E), torch.ones_like(place_E, dtype=torch.int32), accumulate=True)
+        return Penalties(row_P, *settings, counts_PV, in_prompt_SV[slot_P])
 
 
 _NEUTRAL = SamplingParams(temperature=0.0)
 _EMPTY_IDS = np.empty(0, np.int64)
 _EMPTY_BIAS = (_EMPTY_IDS, np.empty(0, np.float64))
+
+
+def _longest_run(flags: np.ndarray) -> int:
+    """The most flags in a row that are set."""
+    ends = np.flatnonzero(~np.concatenate(([False], flags, [False])))
+    return int(np.diff(ends).max()) - 1
+
+
+def _drafts_before(samples: Sequence[SampleRow], penalised: np.ndarray) -> list[np.ndarray]:
+    """(place, draft): each draft that a penalised row stands behind, its own included; `place` counts those rows."""
+    places, drafts = [], []
+    for place, index in enumerate(penalised.tolist()):
+        while samples[index].draft >= 0:
+            places.append(place)
+            drafts.append(samples[index].draft)
+            index -= 1
+    return [np.array(places, np.int64), np.array(drafts, np.int64)]
 
 
 def _ids_in(token_ids: np.ndarray) -> np.ndarray:

@@ -1,9 +1,9 @@
 """Small steps as CUDA graphs: one replay runs the whole forward pass, from slots to logits.
 
 A decode step brings one token a sequence. A short chunk of a prompt can come as well, each of its tokens as a row of
-its own: the rows store their keys before any of them reads, and each reads as far as its own position (not so in the
-smallest graphs, see `size_for`). Launched kernel by kernel, such a step would take the host several times as long as it
-takes the device.
+its own, and so do guesses behind a sequence's newest token: the rows store their keys before any of them reads, and
+each reads as far as its own position (not so in the smallest graphs, see `size_for`). Launched kernel by kernel, such a
+step would take the host several times as long as it takes the device.
 
 Each graph has a fixed number of rows; a step takes the smallest that holds its rows and pads with slot -1. All graphs
 read the same input buffers and share one memory pool, since only one runs at a time. Nothing in a graph depends on
@@ -182,6 +182,12 @@ def _least_size(num_rows: int, has_chunks: bool) -> int:
     return max(num_rows, MOST_ROWS + 1) if has_chunks else num_rows
 
 
+def _has_chunks(rows: Sequence[ScheduledRow]) -> bool:
+    """Whether several of these rows, of one token each, are one sequence's; not looked for in more rows than matter."""
+    slots = [row.slot for row in rows[: MOST_ROWS + 1] if row.slot >= 0]
+    return len(set(slots)) < len(slots)
+
+
 class DecodeGraphs:
     """The graphs of one runner: `run` replays the one that fits; `capture` must come first, once the KV pool is
     bound."""
@@ -249,7 +255,7 @@ class DecodeGraphs:
     def takes(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether these rows, each token as one of its own, are a graph's work rather than a prefill kernel's."""
         num_tokens = sum(row.num_tokens for row in rows)
-        least = _least_size(num_tokens, num_tokens > len(rows))
+        least = _least_size(num_tokens, num_tokens > len(rows) or _has_chunks(rows))
         return least <= self.sizes[-1] and sum(map(self._reads, rows)) <= MAX_CHUNK_READS
 
     def size_for(self, rows: Sequence[ScheduledRow], kind: StepKind = "plain") -> int:
@@ -257,8 +263,7 @@ class DecodeGraphs:
         if kind == "shared":
             return self.shared_sizes[bisect.bisect_left(self.shared_sizes, len(rows))]
         sizes = self.adapted_sizes if kind == "adapted" else self.sizes
-        slots = [row.slot for row in rows[: MOST_ROWS + 1] if row.slot >= 0]
-        return sizes[bisect.bisect_left(sizes, _least_size(len(rows), len(set(slots)) < len(slots)))]
+        return sizes[bisect.bisect_left(sizes, _least_size(len(rows), _has_chunks(rows)))]
 
     def _reads(self, row: ScheduledRow) -> int:
         """Tokens whose keys a chunk's rows read; what lies before the chunk they may read together."""

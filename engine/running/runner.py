@@ -125,7 +125,7 @@ class ModelRunner:
         span_parts: list[SpanPart] = []
         if self.spans is not None:
             output, span_parts = self.spans.take_off(output)
-        failed_slots = self.state.apply(output.new_slots, output.block_appends)
+        failed_slots = self.state.apply(output.new_slots, output.block_appends, output.samples)
         if self._guides is not None:
             self._guides.apply(output.new_slots, output.forks)
         if self._media is not None:
@@ -184,6 +184,8 @@ class ModelRunner:
             if not output.is_only_rows or not graphs.takes(rows):
                 return False
             rows = output.token_rows()
+        elif output.has_drafts and not graphs.takes(rows):
+            return False
         try:
             self._run_graph(graphs, rows, output, step)
         except torch.OutOfMemoryError as error:

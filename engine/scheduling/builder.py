@@ -37,6 +37,7 @@ class StepBuilder:
         self._step_id = step_id
         self._launched = StepBookings()
         self._rows: list[ScheduledRow] = []
+        self._drafts: list[int] = []  # of each row, -1: none
         self._samples: list[SampleRow] = []
         self._new_slots: list[NewSlot] = []
         self._forks: list[ForkSlot] = []
@@ -50,7 +51,9 @@ class StepBuilder:
         for request in plan.rows:
             self._state.kv.register_full_blocks(request, self._step_id)
         for index, request in enumerate(self._launched.row_requests):
-            if request.num_computed_tokens == request.num_launched_tokens:
+            if (draft := self._drafts[index]) >= 0:
+                self._check(index, request, draft)
+            elif request.num_computed_tokens == request.num_launched_tokens:
                 self._sample(index, request)
         output = SchedulerOutput(
             step_id=self._step_id,
@@ -69,7 +72,7 @@ class StepBuilder:
         end = start + row.num_tokens
         if row.num_skipped_tokens:
             request.doubt()
-        self._state.kv.check_writable(request, start, end)
+        self._state.kv.check_writable(request, start, end + len(row.drafts))
         if row.is_new:
             request.has_stale_slot = False
             self._enter_slot(request)
@@ -82,8 +85,10 @@ class StepBuilder:
         request.num_table_blocks = len(request.block_ids)
         wants_logprobs = request.needs_prompt_logprobs and start < request.num_prompt_tokens
         self._rows.append(ScheduledRow(request.slot, start, row.num_tokens, wants_logprobs))
-        self._launched.row_requests.append(request)
-        request.num_computed_tokens = end
+        self._rows += [ScheduledRow(request.slot, end + place, 1) for place in range(len(row.drafts))]
+        self._drafts += [-1, *row.drafts]
+        self._launched.row_requests += [request] * (1 + len(row.drafts))
+        request.num_computed_tokens = end  # what of the drafts is right is known when the step is read
         request.last_step = self._step_id
 
     def _enter_slot(self, request: Request) -> None:
@@ -134,6 +139,13 @@ class StepBuilder:
         self._forks.append(ForkSlot(child.slot, parent.slot, position, tuple(child.block_ids), sample_index))
         self._add_sample(row, child, sample_index, position)
         return True
+
+    def _check(self, row: int, request: Request, draft: int) -> None:
+        """Adds the sample behind a draft. It is not in flight: perhaps it never lands."""
+        [sample_index], position = request.sample_indices, self._rows[row].start + 1
+        output_index = position - request.prompt.num_true_tokens
+        self._samples.append(SampleRow(row, request.slot, position, sample_index, output_index, draft))
+        self._launched.sampled.append(request)
 
     def _add_sample(self, row: int, request: Request, sample_index: int, position: int) -> None:
         output_index = position - request.prompt.num_true_tokens

@@ -1,4 +1,4 @@
-"""The pipelined step loop: launch step N+1, then read step N."""
+"""The pipelined step loop: launch step N+1, then read step N; a step with drafts is read before the next is decided."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class EngineCore:
     ) -> None:
         """First half of a turn: decides a step and launches it. `before_execution` is called between the two, since the
         launch takes the host some time; `between_layers` from within a launch layer by layer, which takes long."""
-        output = self.scheduler.schedule()
+        output = None if self._is_undecided else self.scheduler.schedule()
         if output is not None:
             self.scheduler.state.pool.step_launched(output.step_id)
             if before_execution is not None:
@@ -60,6 +60,11 @@ class EngineCore:
             self.scheduler.pace.executed(output.num_tokens)
         self._events += self.scheduler.state.take_events()
         self._reads = bool(self._unread) and (len(self._unread) > 1 or output is None or not self._pipelined)
+
+    @property
+    def _is_undecided(self) -> bool:
+        """Whether a launched step has to be read to know where its sequences stand."""
+        return bool(self._unread) and self._unread[-1][0].has_drafts
 
     @property
     def device_is_busy(self) -> bool:

@@ -7,7 +7,7 @@ loses its row too. What is sure at once is block ownership: rows are planned onl
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tandem.engine.blocks.reservations import Kind
 from tandem.engine.process.process_log import RateLimited
@@ -33,6 +33,7 @@ class PlannedRow:
     is_new: bool  # enters its slot with this row
     num_external_tokens: int = 0
     num_skipped_tokens: int = 0  # before its own: others compute them, into blocks of this request
+    drafts: tuple[int, ...] = ()  # guesses for the tokens behind, each to be checked by a row of its own
 
 
 @dataclass(slots=True)
@@ -52,6 +53,11 @@ class StepPlan:
         row = self.rows.pop(request, None)
         if row is not None:
             self._charge(row, -row.num_tokens)
+
+    def put_drafts(self, request: Request, drafts: tuple[int, ...]) -> None:
+        """Gives a decode row drafts. To be called last: nobody is preempted any more."""
+        self.rows[request] = replace(self.rows[request], drafts=drafts)
+        self.budget -= len(drafts)
 
     def _charge(self, row: PlannedRow, num_tokens: int) -> None:
         self.budget -= num_tokens

@@ -134,6 +134,10 @@ class Request:
     def trust(self) -> None:
         self.is_doubtful = False
 
+    def keep_draft(self) -> None:
+        """Counts a draft that was right: its KV is that of the sequence's own token."""
+        self.num_computed_tokens += 1
+
     # --- where it carries a beam ----------------------------------------------------------------------------
 
     def wait_for_siblings(self, candidates: Candidates, drawn_token_id: int) -> None:

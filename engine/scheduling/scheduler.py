@@ -9,8 +9,9 @@ yet (docs/architecture.md, "The step loop").
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import groupby
 
 import msgspec
 
@@ -23,6 +24,9 @@ from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.builder import StepBookings, StepBuilder
 from tandem.engine.scheduling.planner import StepPlanner
 from tandem.engine.scheduling.request import EngineEvent, PromptLogprobsEvent, Request, RequestState, TokenEvent
+from tandem.engine.scheduling.speculation.options import read_speculative_config
+from tandem.engine.scheduling.speculation.speculator import Speculator
+from tandem.engine.scheduling.speculation.verdicts import void_samples
 from tandem.engine.scheduling.step import RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput, WrittenSlots
 from tandem.engine.scheduling.step_pace import StepPace
 from tandem.engine.scheduling.work.reporter import WorkReporter
@@ -43,6 +47,8 @@ class Scheduler:
         self.beams = BeamCarriers(state)
         self.pace = StepPace(state.clock)
         self._planner = StepPlanner(state)
+        lookup = read_speculative_config(state.options.speculative_config)
+        self.speculator = None if lookup is None else Speculator(lookup, state, lambda: self.pace.lead_s)
         self.work = WorkReporter(state, self._planner.prompt_s_per_token)
         self._launched: dict[int, StepBookings] = {}
         self._withheld: list[tuple[Request, Callable[[], None]]] = []  # in order
@@ -55,6 +61,8 @@ class Scheduler:
         plan = self._planner.plan(nothing_in_flight=not self._launched)
         if not plan.rows:
             return None
+        if self.speculator is not None:
+            self.speculator.add_drafts(plan)
         step_id = self._next_step
         self._next_step += 1
         output, launched = StepBuilder(self.state, step_id).build(plan)
@@ -67,6 +75,21 @@ class Scheduler:
         meta = None if self.state.connector is None else self.state.connector.build_connector_meta(output)
         meta = self.state.shares.step_meta(step_id, self.state.tiers.step_meta(step_id, meta))
         return output if meta is None else msgspec.structs.replace(output, connector_meta=meta)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps so far."""
+        return self._next_step
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """How many tokens may be guessed ahead of a sequence; 0: none."""
+        return 0 if self.speculator is None else self.speculator.num_speculative_tokens
+
+    @property
+    def spec_counters(self) -> dict[str, float]:
+        """What became of guessed tokens so far; {}: none are guessed."""
+        return {} if self.speculator is None else {name: float(n) for name, n in self.speculator.counters.items()}
 
     @property
     def prompt_s_per_token(self) -> float:
@@ -82,7 +105,7 @@ class Scheduler:
         if self.state.step_times.are_measured and launched.is_mixed:
             self.state.step_times.observed(output.num_tokens, seconds)
         if result.failure is not None:
-            return self._give_up(launched, result.failure)
+            return self._give_up(output, launched, result.failure)
         if launched.prompts:
             self._on_prompts([(request.key, num) for request, num in launched.prompts], seconds)
         for index, (row, request) in enumerate(zip(output.rows, launched.row_requests, strict=True)):
@@ -94,13 +117,26 @@ class Scheduler:
                 self._take_prompt_logprobs(request, row, result.prompt_logprobs.get(index, []))
         logprobs = result.logprobs or [None] * len(output.samples)
         token_ids = result.token_ids.tolist()
+        void = self._judge(output, launched, token_ids) if output.has_drafts else frozenset[int]()
         sampled = zip(output.samples, launched.sampled, token_ids, logprobs, strict=True)
         for index, (sample, request, token_id, entry) in enumerate(sampled):
+            if index in void:
+                continue
             if request.is_doubtful:
                 self._withheld.append((request, partial(self._take, request, sample, token_id, entry, result, index)))
             else:
                 self._take(request, sample, token_id, entry, result, index)
         return self.state.take_events()
+
+    def _judge(self, output: SchedulerOutput, launched: StepBookings, token_ids: list[int]) -> Collection[int]:
+        """Finds the samples that stand behind a wrong draft, and tells the guesser how its drafts fared."""
+        assert self.speculator is not None
+        void = void_samples(output.samples, token_ids)
+        drafted = [index for index, sample in enumerate(output.samples) if sample.draft >= 0]
+        for request, indices in groupby(drafted, key=launched.sampled.__getitem__):
+            own = list(indices)
+            self.speculator.learn(request, len(own), sum(index not in void for index in own))
+        return void
 
     def _take_withheld(self) -> None:
         """Takes in the tokens of requests whose KV has been verified meanwhile, and drops those of others that ended.
@@ -122,13 +158,16 @@ class Scheduler:
         index: int,
     ) -> None:
         """Takes in what sample number `index` of a step drew."""
-        request.num_in_flight -= 1
+        if sample.draft < 0:
+            request.num_in_flight -= 1
         is_wanted = request.beams is not None or sample.sample_index in request.sample_indices
         if request.state is RequestState.FINISHED or not is_wanted:
             return
         if index in result.misled:
             self.state.fail(request, "invalid_request", result.misled[index])
             return
+        if sample.draft >= 0 and request.block_ids:
+            request.keep_draft()
         try:
             if index in result.candidates:
                 self._take_candidates(request, sample, token_id, result.candidates[index])
@@ -144,8 +183,13 @@ class Scheduler:
         that is in the step."""
         pool, block_size = self.state.pool, self.state.block_size
         written = [WrittenSlots(block_id, 0, block_size) for block_id in pool.filled_from(output.step_id)]
-        for row, request in zip(output.rows, self._launched[output.step_id].row_requests, strict=True):
-            end = min(row.start + row.num_tokens, request.num_computed_tokens)
+        drafted = output.drafted_rows
+        for place, (row, request) in enumerate(
+            zip(output.rows, self._launched[output.step_id].row_requests, strict=True)
+        ):
+            end = row.start + row.num_tokens
+            if place not in drafted or not request.block_ids:
+                end = min(end, request.num_computed_tokens)
             for index in range(row.start // block_size, -(-end // block_size)):
                 first = index * block_size
                 slots = max(row.start - first, 0), min(end - first, block_size)
@@ -155,15 +199,16 @@ class Scheduler:
     def fail_overflowed(self, output: SchedulerOutput, saturated: frozenset[int]) -> None:
         """Fails requests whose KV in a launched step had to saturate, before anything of that step is told: who holds
         one of the blocks `saturated`, and, of unknown blocks, who has lost them since."""
-        rows = zip(output.rows, self._launched[output.step_id].row_requests, strict=True)
+        drafted, own = output.drafted_rows, self._launched[output.step_id].row_requests
+        rows = [each for place, each in enumerate(zip(output.rows, own, strict=True)) if place not in drafted]
         lost = [request for row, request in rows if request.num_computed_tokens < row.start + row.num_tokens]
         self.state.fail_overflowed(lost, saturated)
 
-    def _give_up(self, launched: StepBookings, reason: str) -> list[EngineEvent]:
+    def _give_up(self, output: SchedulerOutput, launched: StepBookings, reason: str) -> list[EngineEvent]:
         """Fails every request that has blocks, since a step was not computed: each may have found its prefix in that
         step's blocks, or be in the step that was launched meanwhile. Another node may have the memory for them."""
-        for request in launched.sampled:
-            request.num_in_flight -= 1
+        for request, sample in zip(launched.sampled, output.samples, strict=True):
+            request.num_in_flight -= sample.draft < 0
         self.state.fail_holders("out_of_memory", reason)
         return self.state.take_events()
 

@@ -69,13 +69,18 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SampleRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One token to sample. `row` indexes `rows`; `slot` gets the token at table position `position`."""
+    """One token to sample. `row` indexes `rows`; `slot` gets the token at table position `position`.
+
+    `draft`: a guess, which is put into the slot's table before the step, at the position of the row's only token. The
+    sample before is the one that the guess is for. Below 0: the row's token is known to be the sequence's own.
+    """
 
     row: int
     slot: int
     position: int
     sample_index: int
     output_index: int
+    draft: int = -1
 
 
 class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -111,7 +116,7 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
-    """One step. Order of effect: adapter_loads, new_slots, block_appends, copies, forward over rows, forks,
+    """One step. Order of effect: adapter_loads, new_slots, block_appends, drafts, copies, forward over rows, forks,
     sampling."""
 
     step_id: int
@@ -127,6 +132,16 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether it depends on the step itself which of its tokens are kept."""
+        return any(sample.draft >= 0 for sample in self.samples)
+
+    @property
+    def drafted_rows(self) -> set[int]:
+        """Indices of rows whose token is a guess."""
+        return {sample.row for sample in self.samples if sample.draft >= 0}
 
     @property
     def is_decode(self) -> bool:

@@ -40,6 +40,11 @@ class StepPace:
         known = self._leads.setdefault(size, seconds)
         self._leads[size] = known + LEAD_SMOOTHING * (min(seconds, known * MOST) - known)
 
+    @property
+    def lead_s(self) -> float:
+        """What the host takes from a decision until the device has the step; 0: not known."""
+        return self._leads.get(self._newest_size, 0.0)
+
     def next_decision_at(self, late_s: float = 0.0) -> float:
         """When to decide the next step, in seconds of the clock; a time in the past means now. `late_s` asks for a time
         later than the best one by that much; the step then begins later, but by less."""

@@ -53,6 +53,19 @@ class Guide:
         matcher = None if self.matcher is None else self.matcher.deep_copy()
         return Guide(matcher, None if self.limits is None else self.limits.copy(), self.error)
 
+    def behind_draft(self, token_id: int) -> Guide:
+        """A guide for what may follow if the next token is this guess. Behind a guess that is not allowed, whose sample
+        nobody keeps, it limits nothing."""
+        ahead = self.copy()
+        ahead.has_ended = self.has_ended
+        if ahead.is_open:
+            ahead.take(token_id)
+        return ahead
+
+    def fail_as(self, ahead: Guide) -> None:
+        """Takes over the error, if any, of a guide that stood here before it was known that this one would."""
+        self.error = self.error or ahead.error
+
     @property
     def is_open(self) -> bool:
         """Whether the guide limits the next token. What is drawn after an end or an error is dropped."""
@@ -90,8 +103,10 @@ class GuidedSamples:
     `ended` and `failed` say which of them have ended, and which failed and why, `ends` which candidates of a beam end
     its grammar."""
 
-    def __init__(self, grammars: Grammars, indices: list[int], guides: list[Guide]) -> None:
-        self._grammars, self.indices, self._guides = grammars, indices, guides
+    def __init__(self, grammars: Grammars, indices: list[int], guides: list[Guide], drafts: list[int]) -> None:
+        """`drafts`: each sample's, as SampleRow has them; those of one sequence have one guide."""
+        self._grammars, self.indices, self._guides, self._drafts = grammars, indices, guides, drafts
+        self._ahead: list[Guide] = []  # where each sample stands if the drafts before it are right
         self.ended: set[int] = set()
         self.failed: dict[int, str] = {}
         self.ends: dict[int, tuple[int, ...]] = {}
@@ -105,16 +120,18 @@ class GuidedSamples:
         """Writes int32 masks, whose bit t % 32 of word t // 32 allows the token t. At least one is allowed."""
         from llguidance.numpy import fill_next_token_bitmask_par
 
-        matchers = [(guide.matcher, i) for i, guide in enumerate(self._guides) if guide.is_open and guide.matcher]
+        for guide, draft in zip(self._guides, self._drafts, strict=True):
+            self._ahead.append(guide if draft < 0 else self._ahead[-1].behind_draft(draft))
+        matchers = [(guide.matcher, i) for i, guide in enumerate(self._ahead) if guide.is_open and guide.matcher]
         if matchers:
             fill_next_token_bitmask_par(self._grammars.executor, matchers, masks_MW)
-        for i, guide in enumerate(self._guides):
+        for i, guide in enumerate(self._ahead):
             if guide.matcher is None:
                 masks_MW[i] = -1
             if guide.limits is not None:
                 guide.limits.narrow(masks_MW[i])
         has_any_M = np.any(masks_MW, axis=1).tolist()
-        for i, guide in enumerate(self._guides):
+        for i, guide in enumerate(self._ahead):
             if guide.is_open:
                 guide.check(has_any_M[i])
             if not guide.is_open:
@@ -126,7 +143,13 @@ class GuidedSamples:
         if self._was_taken:
             return
         self._was_taken = True
-        for index, guide in zip(self.indices, self._guides, strict=True):
+        void: set[int] = set()
+        for place, (index, guide, draft) in enumerate(zip(self.indices, self._guides, self._drafts, strict=True)):
+            if draft >= 0:
+                if index - 1 in void or token_ids[index - 1] != draft:
+                    void.add(index)
+                    continue
+                guide.fail_as(self._ahead[place])
             if guide.is_open and candidates and index in candidates:
                 self.ends[index] = tuple(each for each in candidates[index].token_ids if guide.ends_with(each))
             if guide.is_open:
@@ -165,7 +188,7 @@ class Guides:
         if not indices:
             return None
         guides = [self._guide(samples[i].slot, samples[i].sample_index) for i in indices]
-        return GuidedSamples(self._grammars, indices, guides)
+        return GuidedSamples(self._grammars, indices, guides, [samples[i].draft for i in indices])
 
     def _guide(self, slot: int, sample_index: int) -> Guide:
         guide = self._of_sample.get((slot, sample_index))

@@ -66,7 +66,7 @@ def make_precise_kv(loaded: LoadedModel, options: NodeOptions, grammars: Grammar
     layout, num_blocks = precise_layout(loaded, options)
     if not num_blocks:
         return None
-    few = replace(options.scheduler, max_num_seqs=MAX_SEQS, share_prefixes=False)
+    few = replace(options.scheduler, max_num_seqs=MAX_SEQS, share_prefixes=False, speculative_config="")
     model = OverAnotherCache(loaded.model)
     encoder = model.media_encoder
     media = None if encoder is None else MediaSlots(encoder, MAX_SEQS, options.cache.media_cache_bytes, loaded.device)

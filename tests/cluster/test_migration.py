@@ -11,12 +11,14 @@ from split_pair import GREEDY, NIXL, SAMPLED, Alone, changed
 from tiny_models import random_prompt
 
 LONG = 90
+GUESSING = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
 
 
 @pytest.mark.parametrize("way", ["shm", NIXL, "tcp", "local"])
 def test_a_stream_goes_on_elsewhere_as_if_it_had_stayed(way: str, alone: Alone) -> None:
     prompts = [random_prompt(90, seed=5), random_prompt(33, seed=6)]
-    with trio(way) as nodes:
+    guessing = {"speculative_config": GUESSING} if way == "local" else {}
+    with trio(way, **guessing) as nodes:
         ways = {"greedy": GREEDY, "seeded": SAMPLED, "logprobs": changed(GREEDY, num_logprobs=1)}
         ways["guided"] = changed(SAMPLED, grammar="start: /([a-z]{3} ){50,}/")
         for name, sampling in ways.items():

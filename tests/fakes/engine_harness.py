@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,8 @@ from tandem.engine.scheduling.request import (
     TokenEvent,
 )
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.scheduling.speculation.options import read_speculative_config
+from tandem.engine.scheduling.speculation.speculator import Speculator
 from tests.fakes.made_requests import made_request
 
 BLOCK = 4
@@ -37,6 +40,7 @@ EOS = 7
 MAX_MODEL_LEN = 64
 SALTS = (b"", b"tenant")
 ADAPTERS = (0, 1, 2, 3)  # 0: none
+GUESSING = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
 TierSizes = tuple[int, int, int, int]  # host blocks, disk blocks, lag, bad_every: as FakeTiers takes them
 
 
@@ -67,6 +71,27 @@ def expected_beams(prompt: Sequence[int], sampling: SamplingParams) -> list[tupl
     return [([b.token_id for b in h.beam.path()], h.beam.finish_reason or "") for h in search.hypotheses]
 
 
+class HalfRight(Speculator):
+    """Guesses what the fake model will say, and now and then something else."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        options = read_speculative_config(GUESSING)
+        assert options is not None
+        super().__init__(options, scheduler.state, lambda: 0.0)
+        self._rng = random.Random(0)
+
+    def _guesses(self, request: Request, count: int) -> list[int]:
+        known = request.known_token_ids().tolist()
+        start = len(known)
+        while len(known) < start + count:
+            num_output = len(known) - request.prompt.num_true_tokens
+            sampling = request.prompt.sampling
+            banned = stop_ids(sampling, [EOS]) if num_output < sampling.min_tokens else set()
+            token = next_token(known, request.sample_indices[0], banned)
+            known.append(token if self._rng.random() < 0.75 else self._rng.randrange(13))
+        return known[start:]
+
+
 class Harness:
     """`external` counts block references that a test holds outside of the scheduler."""
 
@@ -82,9 +107,13 @@ class Harness:
         tiers: TierSizes | None = None,
         clock: StepClock | None = None,
         num_adapter_slots: int = 2,
+        speculates: bool = False,
         **options: float,
     ) -> None:
-        self.options = SchedulerOptions(**{"max_num_seqs": 8, "max_num_batched_tokens": 16, **options})  # type: ignore[arg-type]
+        config = GUESSING if speculates else ""
+        self.options = SchedulerOptions(
+            **{"max_num_seqs": 8, "max_num_batched_tokens": 16, "speculative_config": config, **options}  # type: ignore[arg-type]
+        )
         self.pool = pool or BlockPool(num_blocks, caching)
         self.connector = FakeConnector(self.pool, keeps_finished)
         self.runner = FakeRunner(self.pool.num_blocks, BLOCK, self.options.max_num_seqs, [EOS])
@@ -105,6 +134,8 @@ class Harness:
                 num_adapter_slots=num_adapter_slots,
             )
         )
+        if speculates:
+            self.scheduler.speculator = HalfRight(self.scheduler)
         self.core = EngineCore(self.scheduler, self.runner, pipelined, self.runner.find_saturated)
         self.external: Counter[int] = Counter()
         self.requests: dict[str, Request] = {}

@@ -114,13 +114,18 @@ class FakeRunner:
         if isinstance(output.connector_meta, StepMoves):
             for load in output.connector_meta.loads:
                 load.start(None)  # type: ignore[arg-type]
+        drafted = {sample.row for sample in output.samples if sample.draft >= 0}
         slots = [row.slot for row in output.rows]
-        assert len(set(slots)) == len(slots), "a slot has two rows"
-        for row in output.rows:
-            self._check_reads(row)
+        own = [row.slot for index, row in enumerate(output.rows) if index not in drafted]
+        assert len(set(own)) == len(own), "a slot has two rows"
+        for index, row in enumerate(output.rows):
+            if index not in drafted:
+                self._check_reads(row)
         written: set[tuple[int, int]] = set()
         for row in output.rows:
             self._write(row, written)
+        for index in drafted:  # they read what the rows before them write
+            self._check_reads(output.rows[index])
         for fork in output.forks:
             assert fork.slot not in slots, "a fork goes into a slot that is in use"
             self._tables[fork.slot] = self._tables[fork.parent_slot][: fork.num_tokens]
@@ -174,6 +179,12 @@ class FakeRunner:
             table = self._block_tables[append.slot]
             assert append.index == len(table), "a block table has a hole or is written twice"
             table.append(append.block_id)
+        for sample in output.samples:
+            if sample.draft >= 0:
+                table = self._tables[sample.slot]
+                del table[sample.position - 1 :]
+                assert len(table) == sample.position - 1, "a draft behind a hole"
+                table.append(sample.draft)
 
     def _copy(self, output: SchedulerOutput) -> None:
         """All sources are read before anything is written: copies of one step may run in any order."""

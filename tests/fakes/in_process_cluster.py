@@ -43,7 +43,7 @@ FAST = Timeouts(heartbeat_s=0.1, peer_lost_s=PATIENCE_S, connect_s=20.0, resend_
 
 def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
     """A small CPU node; beside NodeOptions' fields `block_size`, `num_blocks`, `caching`, `chunk`, `max_num_seqs`,
-    `ttft_target_ms`, `tpot_target_ms`, `keep_kv_once`, `kv_cache_dtype`, `kv_scales`,
+    `ttft_target_ms`, `tpot_target_ms`, `speculative_config`, `keep_kv_once`, `kv_cache_dtype`, `kv_scales`,
     `calculate_kv_scales`, `precise_kv_tokens` and `kv_quality_sample_rate`."""
     cache = CacheOptions(
         block_size=int(changes.pop("block_size", BLOCK)),  # type: ignore[call-overload]
@@ -67,6 +67,7 @@ def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
         max_prefill_chunk=int(changes.pop("chunk", 0)),  # type: ignore[call-overload]
         ttft_target_ms=int(changes.pop("ttft_target_ms", 300)),  # type: ignore[call-overload]
         tpot_target_ms=float(changes.pop("tpot_target_ms", 0)),  # type: ignore[arg-type]
+        speculative_config=str(changes.pop("speculative_config", "")),
     )
     options = {"timeouts": FAST, "num_threads": 1, **changes}
     return NodeOptions(role=role, model=ModelOptions(str(model)), cache=cache, scheduler=scheduler, **options)  # type: ignore[arg-type]

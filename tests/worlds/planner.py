@@ -22,6 +22,7 @@ class Planner:
     follows."""
 
     block_size = BLOCK
+    num_speculative_tokens = 0
 
     def __init__(self, pool: BlockPool, connector: KVConnectorScheduler | None, tiers: LowerTiers) -> None:
         self.pool, self.connector, self.tiers = pool, connector, tiers

@@ -82,7 +82,7 @@ def test_the_reference_has_every_option_and_every_path() -> None:
         "[docs/elastic.md](../../docs/elastic.md)",
     ):
         assert words in serve
-    assert "`--speculative-config" not in serve, "another engine's, which is refused"
+    assert "`--hf-overrides" not in serve, "another engine's, which is refused"
     http = pages["reference/http.md"]
     assert "| `/v1/completions` | POST | Complete prompts | [CompletionBody](#completionbody) |" in http
     assert "| `max_tokens` |" in http

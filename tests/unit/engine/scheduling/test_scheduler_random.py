@@ -68,6 +68,7 @@ class Traffic(RuleBasedStateMachine):
         keeps=st.sampled_from([True, True, False]),
         shuffled=st.booleans(),
         contended_chunk=st.sampled_from([0, 3]),
+        speculates=st.booleans(),
         tiers=st.none() | st.tuples(st.integers(1, 12), st.sampled_from([0, 0, 5, 9]), *[st.integers(0, 3)] * 2),
     )
     def start(
@@ -82,6 +83,7 @@ class Traffic(RuleBasedStateMachine):
         keeps: bool,
         shuffled: bool,
         contended_chunk: int,
+        speculates: bool,
         tiers: TierSizes | None,
     ) -> None:
         self.harness = Harness(
@@ -97,6 +99,7 @@ class Traffic(RuleBasedStateMachine):
             contended_prefill_chunk=contended_chunk,
             prompt_order=AnyOrder() if shuffled else None,
             tiers=tiers,
+            speculates=speculates,
         )
         self.granted: list[list[int]] = []
         self.aborted: set[tuple[str, int]] = set()

@@ -1,0 +1,70 @@
+"""How many of the guessed tokens a step should check: those that make its expected tokens a second the most. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+FIRST_CHANCE = 0.6  # that a draft is right of a sequence that has had none; a guess
+LEARNED = 1 / 8  # the share of what is known of a sequence that one more draft replaces; a guess
+# The share of the way back to the first chance that each step without drafts goes, so that what once failed is tried
+# again; a guess.
+FORGOTTEN = 1 / 64
+# Where no step has been measured: rows up to so many cost nothing, and a draft must be right so often. Guesses.
+FREE_ROWS, LEAST_CHANCE = 64, 0.2
+
+
+class Acceptance:
+    """How likely the next draft of a sequence is right if all before it are."""
+
+    __slots__ = ("chance",)
+
+    def __init__(self) -> None:
+        self.chance = FIRST_CHANCE
+
+    def learn(self, num_drafts: int, num_accepted: int) -> None:
+        """Takes in one step: what comes after the first wrong draft says nothing."""
+        for index in range(min(num_drafts, num_accepted + 1)):
+            self.chance += LEARNED * ((index < num_accepted) - self.chance)
+
+    def forget(self) -> None:
+        self.chance += FORGOTTEN * (FIRST_CHANCE - self.chance)
+
+
+def num_worthwhile(
+    chances: Sequence[Sequence[float]],
+    num_tokens: int,
+    num_streams: int,
+    most: int,
+    seconds_of: Callable[[int], float] | None,
+    stall_s: float,
+) -> list[int]:
+    """How many of each sequence's drafts a step should have beside its `num_tokens` tokens, `most` in all.
+
+    `chances[i][j]`: that draft j of sequence i is right and all before it, never rising with j. `num_streams`: tokens
+    that the step yields without drafts. `seconds_of`: what a step of so many tokens takes, None: not known. `stall_s`:
+    how long the device waits for the host behind a step with drafts, and behind no other.
+    """
+    heap = [(-row[0], index, 0) for index, row in enumerate(chances) if row]
+    heapq.heapify(heap)
+    order: list[int] = []  # whose draft comes next, the likeliest first
+    best, expected = 0, float(num_streams)
+    best_rate = 0.0 if seconds_of is None else expected / seconds_of(num_tokens)
+    while heap and len(order) < most:
+        chance, index, place = -heap[0][0], heap[0][1], heap[0][2] + 1
+        order.append(index)
+        expected += chance
+        if place < len(chances[index]):
+            heapq.heapreplace(heap, (-chances[index][place], index, place))
+        else:
+            heapq.heappop(heap)
+        if seconds_of is None:
+            if chance < LEAST_CHANCE or num_tokens + len(order) > FREE_ROWS:
+                break
+            best = len(order)
+        elif (rate := expected / (seconds_of(num_tokens + len(order)) + stall_s)) > best_rate:
+            best, best_rate = len(order), rate
+    counts = [0] * len(chances)
+    for index in order[:best]:
+        counts[index] += 1
+    return counts

@@ -1,0 +1,102 @@
+"""Tokens guessed ahead change no output: greedy, drawn, guided, biased, penalised, forked; alone, split, preempted."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from llguidance import LLMatcher
+from split_pair import changed
+from tokenizers import Tokenizer
+
+import tandem.deploy
+from in_process_cluster import Node, client_of, node_options
+from tandem.engine.contracts.sampling_params import SamplingParams
+
+DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
+GUESSING = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+LIST = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 6, "maxItems": 8}
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+DRAWN = changed(GREEDY, temperature=0.7, seed=3)
+ASKED: dict[str, tuple[SamplingParams, tuple[int, ...]]] = {
+    "greedy": (GREEDY, (0,)),
+    "drawn": (changed(DRAWN, top_p=0.9), (0, 1)),
+    "logprobs": (changed(DRAWN, num_logprobs=2), (0,)),
+    "penalised": (changed(GREEDY, frequency_penalty=0.1, repetition_penalty=1.02, presence_penalty=0.1), (0,)),
+    "penalised and drawn": (changed(DRAWN, frequency_penalty=0.05), (0, 1)),
+    "biased": (changed(GREEDY, logit_bias=((40, 2.0), (41, -3.0)), min_tokens=5, max_tokens=33), (0,)),
+    "guided": (
+        changed(DRAWN, grammar=LLMatcher.grammar_from_json_schema(LIST, overrides={"whitespace_flexible": False})),
+        (0, 1),
+    ),
+    "held": (changed(DRAWN, allowed_token_ids=tuple(range(40, 60))), (0,)),
+    "beams": (changed(GREEDY, beam_width=2, max_tokens=12), (0,)),
+    "short": (changed(GREEDY, max_tokens=2), (0,)),
+}
+CODE = """def read_lines(path, encoding):
+    with open(path, encoding=encoding) as file:
+        return file.readlines()
+
+"""
+Outputs = dict[str, dict[int, tuple[list[int], str]]]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+
+
+def prompt_of(name: str) -> list[int]:
+    return tokenizer().encode(f"# {name}\n" + CODE * 3).ids
+
+
+def serve(roles: list[str], speculative_config: str = GUESSING, **options: object) -> tuple[Outputs, dict[str, float]]:
+    """What comes of all that is asked, with a stop id that the plain greedy output has, and the decoding node's
+    counters."""
+    nodes = [Node(node_options(role, DEMO, speculative_config=speculative_config, **options)) for role in roles]
+    prefill = nodes[1].info if len(nodes) > 1 else None
+    with client_of(nodes) as client:
+        results = {}
+        for name, (sampling, samples) in ASKED.items():
+            prompt, decode = prompt_of(name), nodes[0].info
+            results[name] = client.submit(name, prompt, sampling, decode=decode, prefill=prefill, samples=samples)
+        client.wait()
+        for name, result in results.items():
+            assert result.failed is None, f"{name}: {result.failed}"
+        outputs = {n: {s: (r.output(s), r.finished[s]) for s in sorted(r.tokens)} for n, r in results.items()}
+        greedy = outputs["greedy"][0][0]
+        scheduler = nodes[0].process.logic.scheduler
+        num_steps = scheduler.num_steps
+        stopping = changed(GREEDY, max_tokens=60, min_tokens=30, stop_token_ids=(greedy[38],))
+        stopped = client.submit("stopped", prompt_of("greedy"), stopping, decode=nodes[0].info, prefill=prefill)
+        client.wait(stopped)
+        outputs["stopped"] = {0: (stopped.output(), stopped.finished[0])}
+        alone = {"steps_alone": scheduler.num_steps - num_steps}
+        assert scheduler.state.num_preemptions or options.get("num_blocks", 256) == 256, "nothing was preempted"
+        return outputs, {**nodes[0].process.logic.counters(), **alone}
+
+
+@cache
+def expected() -> Outputs:
+    outputs, counters = serve(["unified"], "")
+    assert "spec_drafts" not in counters
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("roles", "options"),
+    [
+        (["unified"], {"num_blocks": 40, "caching": False}),
+        (["decode", "prefill"], {"chunk": 32}),
+    ],
+    ids=["one", "split"],
+)
+def test_outputs_are_those_without_guesses(roles: list[str], options: dict[str, object]) -> None:
+    """On one node with too few blocks, so that sequences are preempted; and split."""
+    outputs, counters = serve(roles, **options)
+    assert outputs == expected()
+    # Of the one that ran alone: a step a token is what it takes without guesses.
+    assert counters["steps_alone"] <= len(outputs["stopped"][0][0]) / 1.5
+    assert 0 < counters["spec_accepted_tokens"] <= counters["spec_draft_tokens"]
+    assert counters["spec_drafts"] <= counters["spec_draft_tokens"]
