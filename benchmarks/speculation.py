@@ -1,0 +1,126 @@
+"""Decoding with tokens guessed ahead beside decoding without: the same engine, requests and lengths, in one run.
+
+    python benchmarks/speculation.py [MODEL_FOLDER] [--load-format dummy] [--drafts 3 4] [--chance 0.7] [--streams 1 64]
+                                     [--tokens 256] [--max-model-len 2048] [--eager]
+
+Dummy weights say nothing that could be guessed, so acceptance is imposed: each draft counts as right with probability
+`--chance`, whatever the model draws. The work is that of real drafts; the text is nonsense. `right` is the share of
+drafts that counted, `host ms` what guessing itself takes a step, `idle` how long the device waits for the host behind a
+step with drafts, as the node measures it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+import tandem.deploy
+import tandem.engine.scheduling.scheduler as scheduler_module
+from engine import Engine, make_request
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.running.step_measure import measure_step_times
+from tandem.engine.scheduling.planner import StepPlan
+from tandem.engine.scheduling.request import FailedEvent, Request, TokenEvent
+from tandem.engine.scheduling.speculation.options import read_speculative_config
+from tandem.engine.scheduling.speculation.speculator import Speculator
+from tandem.engine.scheduling.step import SampleRow
+
+DEMO = str(Path(tandem.deploy.__file__).parent / "demo_model")
+NUM_PROMPT_TOKENS = 128
+CONFIG = '{"method": "ngram", "num_speculative_tokens": %d, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+
+
+class Imposed(Speculator):
+    """Guesses anything. Which guesses are right is drawn, in place of `void_samples`."""
+
+    def __init__(self, engine: Engine, num_drafts: int, chance: float) -> None:
+        options = read_speculative_config(CONFIG % num_drafts)
+        assert options is not None
+        scheduler = engine.core.scheduler
+        super().__init__(options, scheduler.state, lambda: scheduler.pace.lead_s)
+        self._chance, self._random = chance, random.Random(0)
+        self.seconds, self.num_plans = 0.0, 0
+        scheduler_module.void_samples = self.void_samples  # type: ignore[attr-defined]
+
+    def add_drafts(self, plan: StepPlan) -> None:
+        began = time.perf_counter()
+        super().add_drafts(plan)
+        self.seconds += time.perf_counter() - began
+        self.num_plans += 1
+
+    def _guesses(self, request: Request, count: int) -> list[int]:
+        super()._guesses(request, count)  # takes its time as well
+        return [self._random.randrange(10, 400) for _ in range(count)]
+
+    def void_samples(self, samples: Sequence[SampleRow], token_ids: Sequence[int]) -> set[int]:
+        void: set[int] = set()
+        for index, sample in enumerate(samples):
+            if sample.draft >= 0 and (index - 1 in void or self._random.random() >= self._chance):
+                void.add(index)
+        return void
+
+
+def decode(engine: Engine, streams: int, tokens: int) -> tuple[float, int]:
+    """(seconds from when all have their first token, steps meanwhile)."""
+    scheduler = engine.core.scheduler
+    rng = np.random.default_rng(streams)
+    begun: set[str] = set()
+    for index in range(streams):
+        prompt = rng.integers(10, 400, NUM_PROMPT_TOKENS, dtype=np.int32)
+        sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        scheduler.state.add(make_request(f"r{index}", prompt, sampling))
+    began_at, num_steps = 0.0, 0
+    while engine.core.has_work():
+        for event in engine.core.step():
+            assert not isinstance(event, FailedEvent), event
+            if isinstance(event, TokenEvent):
+                begun.add(event.request.key.request_id)
+        if len(begun) == streams and not began_at:
+            began_at, num_steps = time.perf_counter(), scheduler.num_steps
+    return time.perf_counter() - began_at, scheduler.num_steps - num_steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default=DEMO)
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--drafts", type=int, nargs="+", default=[3, 4])
+    parser.add_argument("--chance", type=float, default=0.7)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    args = parser.parse_args()
+    engine = Engine(args.model, args.load_format, not args.eager, args.max_model_len)
+    if engine.on_gpu:
+        engine.core.scheduler.state.step_times.measured(measure_step_times(engine.runner, 1024))
+        times = engine.core.scheduler.state.step_times
+        print("step of rows, ms:", *(f"{rows}: {1e3 * times.seconds(rows):.2f}" for rows in (16, 64, 128, 256, 512)))
+    decode(engine, 2, 16)
+    names = ("drafts", "ms/token", "tok/s", "speed", "steps", "right", "host ms", "idle ms")
+    print("streams", *(f"{name:>8}" for name in names))
+    for streams in args.streams:
+        engine.core.scheduler.speculator = None
+        plain_s, num_steps = decode(engine, streams, args.tokens)
+        show(streams, 0, args.tokens, plain_s, plain_s, num_steps, "", "", "")
+        for num_drafts in args.drafts:
+            engine.core.scheduler.speculator = guesser = Imposed(engine, num_drafts, args.chance)
+            took_s, num_steps = decode(engine, streams, args.tokens)
+            share = guesser.counters["spec_accepted_tokens"] / max(1, guesser.counters["spec_draft_tokens"])
+            host_ms, idle_ms = 1e3 * guesser.seconds / guesser.num_plans, 1e3 * engine.core.scheduler.pace.lead_s
+            rest = f"{share:.2f}", f"{host_ms:.3f}", f"{idle_ms:.3f}"
+            show(streams, num_drafts, args.tokens, took_s, plain_s, num_steps, *rest)
+
+
+def show(streams: int, drafts: int, tokens: int, took_s: float, plain_s: float, num_steps: int, *rest: str) -> None:
+    print(f"{streams:7} {drafts:8} {1e3 * took_s / (tokens - 1):8.3f} {streams * (tokens - 1) / took_s:8.0f} "
+          f"{plain_s / took_s:8.2f} {num_steps:8}", *(f"{each:>8}" for each in rest), flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
