@@ -24,11 +24,13 @@ import tandem.engine.scheduling.scheduler as scheduler_module
 from engine import Engine, make_request
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.running.step_measure import measure_step_times
+from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.planner import StepPlan
 from tandem.engine.scheduling.request import FailedEvent, Request, TokenEvent
 from tandem.engine.scheduling.speculation.options import read_speculative_config
 from tandem.engine.scheduling.speculation.speculator import Speculator
 from tandem.engine.scheduling.step import SampleRow
+from tandem.engine.scheduling.step_pace import StepPace
 
 DEMO = str(Path(tandem.deploy.__file__).parent / "demo_model")
 NUM_PROMPT_TOKENS = 128
@@ -43,6 +45,7 @@ class Imposed(Speculator):
         assert options is not None
         scheduler = engine.core.scheduler
         super().__init__(options, scheduler.state, lambda: scheduler.pace.lead_s)
+        scheduler.pace = StepPace(StepClock(time.monotonic))
         self._chance, self._random = chance, random.Random(0)
         self.seconds, self.num_plans = 0.0, 0
         scheduler_module.void_samples = self.void_samples  # type: ignore[attr-defined]
