@@ -12,7 +12,6 @@ from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
 
-
 pytestmark = pytest.mark.gpu
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
 GUESSING = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
