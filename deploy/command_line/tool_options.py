@@ -53,6 +53,7 @@ class TraceOptions:
     trace_scale: Annotated[float, Meta(gt=0, le=1e9), "lengths times this, for small models"] = 1.0
     simulate: Annotated[str, "simulated nodes, in virtual time, no server: 4, or prefill and decode nodes as 2+2"] = ""
     deadlines: Annotated[bool, "simulated nodes keep --ttft-target and --tpot-target (docs/deadlines.md)"] = False
+    leanings: Annotated[bool, "simulated nodes do all work, those of 2+2 are for it first (docs/leanings.md)"] = False
     keep_kv_once: Annotated[bool, "simulated nodes leave to peers what those keep (docs/kept_once.md)"] = False
     policies: Annotated[str, "placement policies to simulate: A,B"] = "round_robin,least_loaded,prefix_aware"
     gpu_tokens: Annotated[Positive, "KV of a node's GPU"] = 880_000

@@ -11,8 +11,9 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 
-from tandem.deploy.bench.simulated.elastic_router import ElasticRouter
+from tandem.deploy.bench.simulated.elastic_router import ElasticRouter, leanings_of
 from tandem.deploy.bench.simulated.job import Job
+from tandem.deploy.bench.simulated.leanings import SimulatedLeanings
 from tandem.deploy.bench.simulated.node import SimulatedNode
 from tandem.deploy.bench.simulated.router import EPOCH, Router, SimulatedRouter
 from tandem.deploy.bench.simulated.shape import ClusterShape
@@ -65,8 +66,9 @@ class Simulation:
                 behind = sorted(other for other in self._by_id if gives_way(each, other))
                 self._peers[each] = [self._by_id[other] for other in behind[:MOST_PEERS]]
         self._owners = {node.node_id: OwnView(NodeKey(node.node_id, EPOCH)) for node in self.nodes}
+        self.leanings = SimulatedLeanings(leanings_of(self.nodes, shape))
         self._routers: list[Router] = [
-            ElasticRouter(self.nodes, shape.costs, shape.targets, shape.most_nodes)
+            ElasticRouter(self.nodes, shape, self.leanings)
             if policy == "elastic"
             else SimulatedRouter(policy, index, self.nodes, shape.costs)
             for index in range(shape.num_routers)
@@ -175,6 +177,8 @@ class Simulation:
         for node in self.nodes:
             for router in self._routers:
                 router.hear(node, self._ping, now)
+        for router in self._routers[:1]:  # all would decide alike
+            router.heard_all(now)
 
     def _flush(self) -> None:
         self._flush_at = math.inf

@@ -35,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         host_tokens=arguments.host_tokens,
         num_routers=arguments.routers,
         keeps_once=arguments.keep_kv_once,
+        leans=arguments.leanings,
         targets=targets if arguments.deadlines else NO_TARGETS,
         costs=CostModel(fetch_s_per_token=1 / arguments.fetch_rate if arguments.fetch_rate else 0.0),
     )
@@ -62,6 +63,8 @@ def read_policies(arguments: argparse.Namespace) -> list[PlacementName]:
     for name in names:
         if name not in known:
             raise ConfigError(f"--policies {name}: there are {', '.join(known)}")
+    if arguments.leanings and names != ["elastic"]:
+        raise ConfigError("--leanings are prices of one policy: add --policies elastic")
     if "elastic" in names and not arguments.deadlines:
         raise ConfigError("--policies elastic goes by targets: add --deadlines")
     return names

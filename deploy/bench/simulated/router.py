@@ -38,6 +38,9 @@ class Router(Protocol):
     def hear(self, node: SimulatedNode, ping: int, now: float) -> None:
         """Takes a node's answer to a ping."""
 
+    def heard_all(self, now: float) -> None:
+        """Is called when all nodes have answered."""
+
     def place(self, job: Job, ping: int, now: float) -> Placing:
         """The job's nodes. Views of them count it at once."""
 
@@ -74,6 +77,9 @@ class SimulatedRouter:
 
     def hear(self, node: SimulatedNode, ping: int, now: float) -> None:
         self._views[node.node_id].note_status(status_of(node, ping, self._costs), now)
+
+    def heard_all(self, now: float) -> None:
+        pass
 
     def place(self, job: Job, ping: int, now: float) -> Placing:
         request = PlacementRequest(job.num_prompt_tokens, job.request.num_output_tokens)

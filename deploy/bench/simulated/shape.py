@@ -23,10 +23,16 @@ class ClusterShape:
     num_prefill: int = 0
     num_decode: int = 0
     keeps_once: bool = False  # whether nodes leave to others what those keep
+    leans: bool = False  # whether those of both roles do all work, and are for that of their role first
 
     @property
     def roles(self) -> list[str]:
         """One for each node."""
+        return ["unified" if self.leans else each for each in self.starting_roles]
+
+    @property
+    def starting_roles(self) -> list[str]:
+        """One for each node: "prefill" and "decode" are what it leans to where nodes lean."""
         return ["unified"] * self.num_nodes + ["prefill"] * self.num_prefill + ["decode"] * self.num_decode
 
 

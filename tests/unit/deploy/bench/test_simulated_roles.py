@@ -128,3 +128,18 @@ def test_clusters_are_named_by_their_nodes(text: str, counts: tuple[int, int, in
 def test_other_clusters_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--simulate"):
         read_counts(text)
+
+
+def test_nodes_lean_the_other_way_within_five_seconds_of_a_shift() -> None:
+    """Chat alone, from the 20th second on long prompts alone."""
+    shape = ClusterShape(
+        0, 850_000, 0, num_prefill=1, num_decode=3, targets=Targets(ttft_s=2.0, tpot_s=0.025), leans=True
+    )
+    chat = [TraceRequest(at / 40, 256, 256, (at,)) for at in range(800)]
+    long = [TraceRequest(20 + at / 12, 8192, 32, tuple(range(16 * at + 1000, 16 * at + 1016))) for at in range(180)]
+    simulation = Simulation(shape, "elastic")
+    simulation.run([*chat, *long])
+    (first, key, side), *_ = [each for each in simulation.leanings.changes if each[0] > 20]
+    assert (side, first <= 25) == ("prefill", True)
+    assert simulation.leanings.sides[key] == "prefill"
+    assert all(job.finished_at for job in simulation.jobs)
