@@ -256,7 +256,8 @@ class Cluster:
         ping_sequence = self._links_by_key[view.key].ping_sequence
         view.note_placement(ping_sequence, told.num_tokens, told.num_sequences, now, told.num_new_tokens)
         if view.outlook is not None:
-            view.outlook.note_placement(told.num_tokens, now + told.due_ms / 1e3, told.num_streams, now)
+            due_at = now + told.due_ms / 1e3
+            view.outlook.note_placement(told.num_tokens, due_at, told.num_streams, now, told.num_stream_tokens)
 
     def _hear_siblings(self, now: float) -> None:
         for told in self._siblings.news() if self._siblings is not None else ():

@@ -24,7 +24,7 @@ from tandem.router.placing.policies import DUPLICATE_COST, NO_ROOM_S, SEQUENCE_C
 AGAINST_PROMPT, AGAINST_STREAM_S, MOST_AGAINST_S = 2.0, 0.5, 5.0  # guesses
 LATE_S = 10.0  # what somebody who is late costs, in seconds of somebody's waiting; a guess
 # What a prompt costs more on a node that lately got twice the mean of prompt work or more, in shares of its time there.
-CROWDED_COST = 1.0  # docs/simulator.md#256-nodes
+CROWDED_COST = 2.0  # docs/simulator.md#256-nodes
 MOST_NODES = 4  # that compute one prompt; a guess
 SHARED_TOKENS = 4096  # of a prompt for each node that computes it, at least: shorter parts are all launches; a guess
 SHORTLIST = 8  # nodes that are looked at closely: of the least busy ones, and of those that hold most; a guess
@@ -295,7 +295,7 @@ class _Search:
         """Returns what one more stream costs there, and how many would be too slow by it."""
         report, num_streams, task = sink.report, sink.num_streams, self._task
         own_s = task.num_prompt_tokens * report.stream_s_per_token
-        unseen_s = sink.num_placed * own_s  # streams that the report doesn't show, taken for alike
+        unseen_s = sink.num_placed_tokens * report.stream_s_per_token  # of streams that the report doesn't show
         is_slow = bool(task.tpot_s) and report.step_s + unseen_s + own_s > AIMED_AT * task.tpot_s
         num_slowed = num_streams + 1 if is_slow else 0
         cost_s = SEQUENCE_COST_TOKENS * sink.s_per_token * num_streams + LATE_S * num_slowed

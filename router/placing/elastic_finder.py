@@ -57,7 +57,8 @@ def told_of(placement: Placement, request: PlacementRequest) -> list[Told]:
             due_s = request.targets.or_else(node.outlook.report.targets).ttft_s
         num_streams = 0 if choice.kind == "prompt" else request.num_samples
         due_ms = round(1e3 * min(due_s, MOST_S))
-        found.append(Told(node.tag, num_tokens, request.num_samples, choice.num_new_tokens, num_streams, due_ms))
+        told = Told(node.tag, num_tokens, request.num_samples, choice.num_new_tokens, num_streams, due_ms)
+        found.append(told._replace(num_stream_tokens=num_streams * request.num_prompt_tokens))
     return found
 
 

@@ -31,9 +31,10 @@ class Outlook:
     def __init__(self, key: NodeKey, report: NodeReport, now: float = 0.0) -> None:
         self.key = key
         self.num_placed = 0  # streams that the report doesn't show
+        self.num_placed_tokens = 0  # their context
         self.recent_s = 0.0  # seconds of prompt work that were placed there, what is long ago forgotten
         self._heard_at = now
-        self._unseen: list[tuple[float, Due[int], int]] = []  # placements: when, the prompt, new streams
+        self._unseen: list[tuple[float, Due[int], int, int]] = []  # when, the prompt, new streams and their tokens
         self._prompts: list[Due[int]] = []
         self._is_ordered, self._num_late = False, 0
         self._ends_s: float | None = None  # until its prompts end, summed, from `_free_at` on; None: to be found out
@@ -52,24 +53,28 @@ class Outlook:
         self.least_s_per_token = max(least_s, LEAST_S_PER_TOKEN)
         self.s_per_token = max(report.s_per_token, self.least_s_per_token)
         self._unseen = [each for each in self._unseen if each[0] > seen_until]
-        self.num_placed = sum(streams for _, _, streams in self._unseen)
+        self.num_placed = sum(streams for _, _, streams, _ in self._unseen)
+        self.num_placed_tokens = sum(num_tokens for _, _, _, num_tokens in self._unseen)
         self._free_at = now + report.free_s
         self._prompts = [Due(0, now + due_s, left, order=index) for index, (due_s, left) in enumerate(report.prompts)]
         if report.num_more_tokens:
             due_at = max((each.due_at for each in self._prompts), default=now)
             self._prompts.append(Due(0, due_at, report.num_more_tokens, order=len(self._prompts)))
-        self._prompts += [due for _, due, _ in self._unseen if due.num_tokens]
+        self._prompts += [due for _, due, _, _ in self._unseen if due.num_tokens]
         self._count = len(self._prompts) + len(self._unseen)
         self._changed()
 
-    def note_placement(self, num_tokens: int, due_at: float, num_streams: int, now: float) -> None:
+    def note_placement(
+        self, num_tokens: int, due_at: float, num_streams: int, now: float, num_stream_tokens: int = 0
+    ) -> None:
         """Counts a placement of prompt tokens (0: none), streams, or both."""
         self._work_off(now)
         self._count += 1
         due = Due(0, due_at, num_tokens, order=self._count)
-        self._unseen.append((now, due, num_streams))
+        self._unseen.append((now, due, num_streams, num_stream_tokens))
         self.recent_s += num_tokens * self.s_per_token
         self.num_placed += num_streams
+        self.num_placed_tokens += num_stream_tokens
         if num_tokens:
             self._prompts.append(due)
             self._changed()

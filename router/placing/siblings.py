@@ -25,6 +25,7 @@ class Told(NamedTuple):
     num_new_tokens: int
     num_streams: int
     due_ms: int  # until the first token
+    num_stream_tokens: int = 0  # context of the streams
 
 
 _RECORD = len(Told._fields)

@@ -158,6 +158,15 @@ def test_a_node_whose_streams_would_be_late_hands_over() -> None:
     assert (plan.computing, plan.decoding, plan.num_late) == ((A,), B, 0)
 
 
+def test_streams_that_no_report_shows_yet_count_with_their_own_context() -> None:
+    """Six chats were placed on a: another prompt's 10,000 tokens are not theirs. Six such prompts would be."""
+    for num_tokens, decoding in ((100, A), (10_000, B)):
+        busy = node(A, num_streams=1, stream_s_per_token=4e-7)
+        for _ in range(6):
+            busy.note_placement(0, 0.0, 1, 0.0, num_tokens)
+        assert find(busy, node(B), cached={A: 9_999}).decoding == decoding
+
+
 def test_roles_bound_who_does_what() -> None:
     prefill, decode = node(A, prompts=((9.0, 15_000),)), node(B)
     plan = ElasticPlacement().find(TASK, Fleet([prefill], [decode], ROADS), {}, 0.0)

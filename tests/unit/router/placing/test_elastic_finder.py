@@ -173,5 +173,7 @@ def test_a_node_that_reports_nonsense_costs_no_other_a_placement(nonsense: NodeR
             assert placement is not None
             for told in told_of(placement, request):
                 assert all(0 <= word < 1 << 64 for word in told)
-                odd.outlook.note_placement(told.num_tokens, now + told.due_ms / 1e3, told.num_streams, now)
+                odd.outlook.note_placement(
+                    told.num_tokens, now + told.due_ms / 1e3, told.num_streams, now, told.num_stream_tokens
+                )
             assert 0 <= spare_share(odd.outlook, now) <= 1

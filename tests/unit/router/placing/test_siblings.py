@@ -37,7 +37,7 @@ def test_what_one_tells_each_other_hears_once_in_order(
             unheard[index] = {other: [] for other in unheard[index]}
         for _ in range(0 if isinstance(move, bool) else move):
             number += 1
-            told = Told((1 << 64) - number, number, 1, 2 * number, 1, 300)
+            told = Told((1 << 64) - number, number, 1, 2 * number, 1, 300, number)
             processes[index].tell(told)
             for other in range(3):
                 if other != index:
