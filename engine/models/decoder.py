@@ -26,12 +26,13 @@ from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
-from tandem.kernels.products import few_rows
+from tandem.kernels.products import few_rows, quantised
 from tandem.kernels.products.adapter_rows import AdapterStack
 from tandem.kernels.products.adapters import expand, expand_silu_mul, linear_and_low
 from tandem.kernels.products.fused_ops import HeadNorms, add_rms_norm, rms_norm, silu_mul
 from tandem.kernels.products.matmul import group_gate_up, linear, linear_silu_mul
 from tandem.kernels.products.matmul_plans import GATE_UP_GROUP
+from tandem.kernels.products.quantised import RoundedRows
 from tandem.kernels.products.quantised_weight import QuantisedWeight
 from tandem.kernels.products.rotary_attention import (
     WantedTokens,
@@ -67,10 +68,15 @@ class Linear(nn.Linear):
     def take_adapters(self, stack: AdapterStack) -> None:
         self.adapters = stack
 
-    def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
+    def rounds(self, x_TK: torch.Tensor) -> bool:
+        """Whether rows like these may come rounded."""
+        return self.quantised is not None and self.adapters is None and quantised.rounds(x_TK, self.quantised)
+
+    def forward(self, x_TK: torch.Tensor | RoundedRows) -> torch.Tensor:
         """x @ weight^T + bias, plus the adapters of the step's rows."""
         if self.adapters is None or (rows := get_forward_context().adapters) is None:
             return linear(x_TK, self.matrix, self.bias)
+        assert isinstance(x_TK, torch.Tensor)
         out, low = linear_and_low(x_TK, self.matrix, self.bias, self.adapters, rows)
         expand(out, low, self.adapters, rows)
         return out
@@ -93,6 +99,15 @@ class RMSNorm(nn.Module):
         if self._group is not None:
             return self._group.sum_add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
         return add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
+
+    def before(
+        self, product: Linear | None, x_TE: torch.Tensor, residual_TE: torch.Tensor | None = None
+    ) -> torch.Tensor | RoundedRows:
+        """`forward`, rounded as the product would round it."""
+        if self._group is None and product is not None and product.rounds(x_TE):
+            return quantised.rounded_rms_norm(x_TE, residual_TE, self.weight, self.eps)
+        normed: torch.Tensor = self(x_TE, residual_TE)
+        return normed
 
 
 class SelfAttention(nn.Module):
@@ -118,7 +133,9 @@ class SelfAttention(nn.Module):
             layer_name=self.layer_name,
         )
 
-    def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x_TE: torch.Tensor | RoundedRows, positions_T: torch.Tensor, cos_sin: torch.Tensor
+    ) -> torch.Tensor:
         qkv_TC = self.qkv_proj(x_TE)
         if torch.compiler.is_compiling():
             out = traced_rotary_attention(qkv_TC, positions_T, cos_sin, self.attention, self._head_norms())
@@ -176,9 +193,10 @@ class MLP(nn.Module):
             both.hold(both.quantised.reordered(group_gate_up(order)))
         self.is_grouped = True
 
-    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TE: torch.Tensor | RoundedRows) -> torch.Tensor:
         both, group = self.gate_up_proj, GATE_UP_GROUP if self.is_grouped else 0
         if both.adapters is not None and (rows := get_forward_context().adapters) is not None:
+            assert isinstance(x_TE, torch.Tensor)
             gate_up, low = linear_and_low(x_TE, both.matrix, both.bias, both.adapters, rows)
             activated = expand_silu_mul(gate_up, low, both.adapters, rows, group)
         elif self.is_grouped:
@@ -188,17 +206,10 @@ class MLP(nn.Module):
         out: torch.Tensor = self.down_proj(activated)
         return out
 
-    def forward_few_rows(self, residual_RE: torch.Tensor, gain_E: torch.Tensor, eps: float) -> None:
+    def forward_few_rows(self, residual_RE: torch.Tensor, norm: RMSNorm) -> None:
         """residual += MLP of the normalised residual, in two launches."""
-        activated = few_rows.norm_linear_silu_mul(residual_RE, gain_E, eps, self.gate_up_proj.weight)
+        activated = few_rows.norm_linear_silu_mul(residual_RE, norm.weight, norm.eps, self.gate_up_proj.weight)
         few_rows.add_linear(residual_RE, activated, self.down_proj.weight, self.down_proj.bias)
-
-    def few_rows_products(self) -> tuple[tuple[int, int], ...]:
-        """(outputs, inputs) of the products of `forward_few_rows`; none if it can't be called."""
-        blocks = self.gate_up_proj, self.down_proj
-        if not self.is_grouped or any(block.quantised is not None for block in blocks):
-            return ()
-        return tuple((block.out_features, block.in_features) for block in blocks)
 
 
 class DecoderLayer(nn.Module):
@@ -222,27 +233,32 @@ class DecoderLayer(nn.Module):
         wanted: WantedTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(what is still to be added to the residual stream, the stream). With `wanted`, only those tokens."""
-        normed = self.input_layernorm(residual_TE) if x_TE is None else self.input_layernorm(x_TE, residual_TE)
+        summands = (residual_TE,) if x_TE is None else (x_TE, residual_TE)
         if wanted is None:
+            normed = self.input_layernorm.before(self.self_attn.qkv_proj, *summands)
             attended = self.self_attn(normed, positions_T, cos_sin)
         else:
-            attended = self.self_attn.forward_wanted(normed, positions_T, cos_sin, wanted)
+            attended = self.self_attn.forward_wanted(self.input_layernorm(*summands), positions_T, cos_sin, wanted)
             residual_TE = residual_TE[wanted.index]
-        added: torch.Tensor = self.mlp(self.post_attention_layernorm(attended, residual_TE))
+        product = self.mlp.gate_up_proj if isinstance(self.mlp, MLP) else None
+        normed = self.post_attention_layernorm.before(product, attended, residual_TE)
+        added: torch.Tensor = self.mlp(normed)
         return added, residual_TE
 
     def forward_few_rows(self, residual_RE: torch.Tensor, positions_R: torch.Tensor, cos_sin: torch.Tensor) -> None:
         """`forward` of a decode step of few rows, in place: each product is fused with the operations around it."""
         self.self_attn.forward_few_rows(residual_RE, self.input_layernorm, positions_R, cos_sin)
-        norm = self.post_attention_layernorm
-        self.mlp.forward_few_rows(residual_RE, norm.weight, norm.eps)
+        assert isinstance(self.mlp, MLP)
+        self.mlp.forward_few_rows(residual_RE, self.post_attention_layernorm)
 
     def few_rows_products(self) -> tuple[tuple[int, int], ...]:
         """(outputs, inputs) of the products of `forward_few_rows`; none if it can't be called."""
-        blocks, of_mlp = (self.self_attn.qkv_proj, self.self_attn.o_proj), self.mlp.few_rows_products()
-        if not of_mlp or any(block.quantised is not None for block in blocks):
+        if not isinstance(self.mlp, MLP) or not self.mlp.is_grouped:
             return ()
-        return (*((block.out_features, block.in_features) for block in blocks), *of_mlp)
+        blocks = self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj
+        if any(block.quantised is not None for block in blocks):
+            return ()
+        return tuple((block.out_features, block.in_features) for block in blocks)
 
 
 class DecoderModel(nn.Module):
@@ -319,8 +335,7 @@ class DecoderModel(nn.Module):
                 module.group()
         first = self.layers[0]
         assert isinstance(first, DecoderLayer)
-        are_alike = self.config.mixture is None or not self.config.mixture.dense_layers
-        self._few_rows_products = first.few_rows_products() if are_alike else ()
+        self._few_rows_products = () if self.config.mixture else first.few_rows_products()
 
     def adapter_sites(self) -> tuple[Site, ...]:
         """The products that adapters may be added to, as this rank computes them."""

@@ -30,6 +30,7 @@ from tandem.kernels.products.matmul_plans import (
     choose_plan,
     parse_table,
 )
+from tandem.kernels.products.quantised import RoundedRows
 from tandem.kernels.products.quantised_weight import QuantisedWeight
 from tandem.kernels.triton_kernels.gluon_support import why_no_gluon
 
@@ -54,7 +55,7 @@ class MatmulWorkspace:
 
 
 def linear(
-    x_MK: torch.Tensor,
+    x_MK: torch.Tensor | RoundedRows,
     weight_NK: torch.Tensor | QuantisedWeight,
     bias_N: torch.Tensor | None = None,
     out_MN: torch.Tensor | None = None,
@@ -62,10 +63,12 @@ def linear(
     late: bool = False,
 ) -> torch.Tensor:
     """x @ weight^T + bias, summed in fp32, as torch.nn.functional.linear. Allocates `out_MN` alone, when not given, and
-    for quantised weights whatever quantised.py needs. `late`, where the product `can_start_late`: the next kernel runs
-    beside this one and finds complete what came before it, without a wait; only waiting shows it this one's end."""
+    for quantised weights, which alone take rounded rows, whatever quantised.py needs. `late`, where the product
+    `can_start_late`: the next kernel runs beside this one and finds complete what came before it, without a wait; only
+    waiting shows it this one's end."""
     if isinstance(weight_NK, QuantisedWeight):
         return _into(out_MN, quantised.linear(x_MK, weight_NK, bias_N))
+    assert isinstance(x_MK, torch.Tensor)
     plan = _plan(x_MK, weight_NK, silu=False)
     if plan is None or not _is_aligned(x_MK, weight_NK, out_MN):
         assert not late, "only products of ours let the next kernel run beside them"
@@ -84,11 +87,12 @@ def can_start_late(x_MK: torch.Tensor, weight_NK: torch.Tensor | QuantisedWeight
 
 
 def linear_silu_mul(
-    x_MK: torch.Tensor, grouped_GK: torch.Tensor | QuantisedWeight, out_MI: torch.Tensor | None = None
+    x_MK: torch.Tensor | RoundedRows, grouped_GK: torch.Tensor | QuantisedWeight, out_MI: torch.Tensor | None = None
 ) -> torch.Tensor:
     """silu(x @ gate^T) * (x @ up^T) -> [M, G / 2], for weights laid out by `group_gate_up`."""
     if isinstance(grouped_GK, QuantisedWeight):
         return _into(out_MI, quantised.linear(x_MK, grouped_GK, silu=True))
+    assert isinstance(x_MK, torch.Tensor)
     plan = _plan(x_MK, grouped_GK, silu=True)
     if plan is None or not _is_aligned(x_MK, grouped_GK, out_MI) or grouped_GK.shape[0] % 16:
         return _into(out_MI, silu_mul(functional.linear(x_MK, grouped_GK), GATE_UP_GROUP))

@@ -10,12 +10,13 @@ M rows, N outputs, K inputs.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from tandem.kernels.products import product_trials
-from tandem.kernels.products.fused_ops import is_fused, silu_mul
+from tandem.kernels.products.fused_ops import is_fused, rms_norm, silu_mul
 from tandem.kernels.products.matmul_plans import GATE_UP_GROUP
 from tandem.kernels.products.quantised_plans import MOST_TILES, QuantisedPlan, choose_plan
 from tandem.kernels.products.quantised_weight import FP8, FP8_MAX, QuantisedWeight, quantise_fp8, quantise_int4
@@ -24,20 +25,67 @@ PREFERRED_SCALED_ROWS = 129  # from here torch's fp8 products come before the ke
 LEAST_SCALED_ROWS = 17  # below, torch's fp8 products need padding; and few rows are the kernel's
 
 
+class RoundedRows(NamedTuple):
+    """Activations that products over fp8 weights take as they are, in place of a tensor [M, K]: values * scales."""
+
+    values: torch.Tensor  # e4m3 [M, K]
+    scales: torch.Tensor  # fp32 [M, 1]
+    dtype: torch.dtype  # of what was rounded, and of the product
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def whole(self) -> torch.Tensor:
+        return (self.values.float() * self.scales).to(self.dtype)
+
+
 def linear(
-    x_MK: torch.Tensor, weight: QuantisedWeight, bias_N: torch.Tensor | None = None, *, silu: bool = False
+    x_MK: torch.Tensor | RoundedRows,
+    weight: QuantisedWeight,
+    bias_N: torch.Tensor | None = None,
+    *,
+    silu: bool = False,
 ) -> torch.Tensor:
     """x @ weight^T + bias [M, N] in the type of x, summed in fp32. `silu`: [M, N / 2], silu of gate's outputs times
     up's, for a weight whose rows come by turns (matmul.group_gate_up)."""
-    prefers_scaled = x_MK.shape[0] >= PREFERRED_SCALED_ROWS and _takes_scaled(x_MK, weight)
-    plan = None if prefers_scaled else _plan(x_MK, weight, silu)
+    plan = _plan(x_MK, weight, silu)
     if plan is not None:
         return _by_plan(plan, x_MK, weight, bias_N, silu)
-    if prefers_scaled or _takes_scaled(x_MK, weight):
+    if _takes_scaled(x_MK, weight):
         out = scaled_linear(x_MK, weight, bias_N)
     else:
+        x_MK = x_MK.whole() if isinstance(x_MK, RoundedRows) else x_MK
         out = functional.linear(x_MK, made_whole(weight, x_MK), bias_N)
     return silu_mul(out, GATE_UP_GROUP) if silu else out
+
+
+def rounds(x_MK: torch.Tensor, weight: QuantisedWeight) -> bool:
+    """Whether `linear` rounds x to e4m3, so that a norm before it may."""
+    plan = _plan(x_MK, weight, silu=False)
+    takes = _takes_scaled(x_MK, weight) if plan is None else plan.rounded
+    return takes and _norms_round_right(x_MK.dtype, x_MK.device)
+
+
+def rounded_rms_norm(
+    x_TE: torch.Tensor, residual_TE: torch.Tensor | None, weight_E: torch.Tensor, eps: float
+) -> RoundedRows:
+    """fused_ops.rms_norm, or add_rms_norm, rounded in the same launch: for what `rounds` says yes to."""
+    from tandem.kernels.triton_kernels.products.fused import rms_norm_triton
+
+    scales = torch.empty((x_TE.shape[0], 1), dtype=torch.float32, device=x_TE.device)
+    return RoundedRows(rms_norm_triton(x_TE, residual_TE, weight_E, eps, scales), scales, x_TE.dtype)
+
+
+@functools.cache
+def _norms_round_right(dtype: torch.dtype, device: torch.device) -> bool:
+    x = product_trials.random_matrix(7, 1024, dtype, device, 1)
+    gain = 1 + product_trials.random_matrix(1, 1024, dtype, device, 2)[0]
+
+    def expected() -> torch.Tensor:
+        return RoundedRows(*quantise_rows(rms_norm(x, gain, 1e-5)), dtype).whole()
+
+    return product_trials.passes("a norm that rounds", lambda: rounded_rms_norm(x, None, gain, 1e-5).whole(), expected)
 
 
 def made_whole(weight: QuantisedWeight, x_MK: torch.Tensor) -> torch.Tensor:
@@ -57,7 +105,9 @@ def run_plan(plan: QuantisedPlan, x_MK: torch.Tensor, weight: QuantisedWeight, *
     return _by_plan(plan, x_MK, weight, None, silu)
 
 
-def scaled_linear(x_MK: torch.Tensor, weight: QuantisedWeight, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+def scaled_linear(
+    x_MK: torch.Tensor | RoundedRows, weight: QuantisedWeight, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
     """x @ weight^T + bias with x in e4m3, too, each row by a scale of its own, by the tensor cores' fp8 products."""
     values, scales = quantise_rows(x_MK)
     scale_N = weight.scales if weight.scales.is_contiguous() else weight.scales.contiguous()
@@ -68,8 +118,10 @@ def scaled_linear(x_MK: torch.Tensor, weight: QuantisedWeight, bias_N: torch.Ten
     return out
 
 
-def quantise_rows(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows(x_MK: torch.Tensor | RoundedRows) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 [M, K] and fp32 [M, 1]: each row divided by its scale, so that its largest number is the format's."""
+    if isinstance(x_MK, RoundedRows):
+        return x_MK.values, x_MK.scales
     if is_fused(x_MK):
         from tandem.kernels.triton_kernels.products.quantise_rows import quantise_rows_triton
 
@@ -90,17 +142,37 @@ def prepare(device: torch.device) -> None:
         arrivals_of(device)
 
 
-def _plan(x_MK: torch.Tensor, weight: QuantisedWeight, silu: bool) -> QuantisedPlan | None:
-    if not is_fused(x_MK) or x_MK.dim() != 2 or x_MK.dtype not in (torch.bfloat16, torch.float16):
+def _plan(x_MK: torch.Tensor | RoundedRows, weight: QuantisedWeight, silu: bool) -> QuantisedPlan | None:
+    values = x_MK.values if isinstance(x_MK, RoundedRows) else x_MK
+    if not is_fused(values) or values.dim() != 2 or x_MK.dtype not in (torch.bfloat16, torch.float16):
         return None
-    if x_MK.stride(1) != 1 or x_MK.stride(0) % 16 or torch.cuda.get_device_capability(x_MK.device) < (8, 9):
+    if values.stride(1) != 1 or values.stride(0) % 16:
         return None
-    for may_round in (True, False):
-        plan = choose_plan(
-            x_MK.shape[0], *weight.shape, weight.group, weight.bits,
-            may_round=may_round and x_MK.dtype == torch.bfloat16,
-        )  # fmt: skip
-        if plan and _is_right(plan, weight.group, weight.bits, weight.scales.dtype, x_MK.dtype, x_MK.device, silu):
+    scales = weight.scales.dtype
+    return _chosen(len(values), weight.shape, weight.group, weight.bits, scales, x_MK.dtype, values.device, silu)
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen(
+    num_rows: int,
+    shape: tuple[int, int],
+    group: int,
+    bits: int,
+    scale_dtype: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
+    silu: bool,
+) -> QuantisedPlan | None:
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return None
+    of_weight = group, bits, scale_dtype, dtype, device
+    may_round = dtype == torch.bfloat16
+    prefers_scaled = may_round and bits == 8 and not group and num_rows >= PREFERRED_SCALED_ROWS
+    if prefers_scaled and _may_scale(shape) and _scaled_is_right(device):
+        return None
+    for rounding in (True, False) if may_round else (False,):
+        plan = choose_plan(num_rows, *shape, group, bits, may_round=rounding)
+        if plan is not None and _is_right(plan, *of_weight, silu):
             return plan
     return None
 
@@ -139,24 +211,36 @@ def _is_right(
 
 
 def _by_plan(
-    plan: QuantisedPlan, x_MK: torch.Tensor, weight: QuantisedWeight, bias_N: torch.Tensor | None, silu: bool
+    plan: QuantisedPlan,
+    x_MK: torch.Tensor | RoundedRows,
+    weight: QuantisedWeight,
+    bias_N: torch.Tensor | None,
+    silu: bool,
 ) -> torch.Tensor:
     from tandem.kernels.triton_kernels.products.matmul_quantised_launch import launch
 
-    num_outputs = weight.shape[0] // (2 if silu else 1)
-    out = torch.empty((x_MK.shape[0], num_outputs), dtype=x_MK.dtype, device=x_MK.device)
-    x, x_scales = quantise_rows(x_MK) if plan.rounded else (x_MK, None)
-    launch(plan, x, weight, out, arrivals_of(x_MK.device), bias_N=bias_N, silu=silu, x_scales=x_scales)
+    num_outputs, device = weight.shape[0] // (2 if silu else 1), weight.values.device
+    out = torch.empty((x_MK.shape[0], num_outputs), dtype=x_MK.dtype, device=device)
+    if plan.rounded:
+        x, x_scales = quantise_rows(x_MK)
+    else:
+        x, x_scales = x_MK.whole() if isinstance(x_MK, RoundedRows) else x_MK, None
+    launch(plan, x, weight, out, arrivals_of(device), bias_N=bias_N, silu=silu, x_scales=x_scales)
     return out
 
 
-def _takes_scaled(x_MK: torch.Tensor, weight: QuantisedWeight) -> bool:
+def _takes_scaled(x_MK: torch.Tensor | RoundedRows, weight: QuantisedWeight) -> bool:
     """Whether fp8 products serve: prompts, on a GPU that has them, a scale an output, sizes that they take."""
-    if not is_fused(x_MK) or weight.bits != 8 or weight.group or x_MK.dtype != torch.bfloat16:
+    device = weight.values.device
+    if not is_fused(weight.values) or weight.bits != 8 or weight.group or x_MK.dtype != torch.bfloat16:
         return False
-    if x_MK.shape[0] < LEAST_SCALED_ROWS or any(size % 16 for size in weight.shape):
+    if x_MK.shape[0] < LEAST_SCALED_ROWS or not _may_scale(weight.shape):
         return False
-    return torch.cuda.get_device_capability(x_MK.device) >= (8, 9) and _scaled_is_right(x_MK.device)
+    return torch.cuda.get_device_capability(device) >= (8, 9) and _scaled_is_right(device)
+
+
+def _may_scale(shape: tuple[int, int]) -> bool:
+    return not any(size % 16 for size in shape)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from torch.nn import functional
 from in_process_cluster import client_of, cuda_pair
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.kernels.products import quantised
-from tandem.kernels.products.fused_ops import silu_mul
+from tandem.kernels.products.fused_ops import add_rms_norm, silu_mul
 from tandem.kernels.products.quantised_weight import QuantisedWeight, quantise_fp8, quantise_int4
 from tiny_models import random_prompt, tiny_model
 
@@ -47,8 +47,9 @@ def test_few_rows_are_products_with_the_weights_made_whole(kind: str, outputs: i
     whole = weight.dequantised(torch.float32)
     for rows in (1, 2, 16, 17, 64, 65, 128, 200, 256):
         x = torch.randn(rows, inputs, device=CUDA).bfloat16()
-        assert rounds(x, weight) == (rows > 1 and kind != "int4 in groups")
-        values, scales = quantised.quantise_rows(x) if rounds(x, weight) else (x, 1)
+        rounds = rows > 1 and kind != "int4 in groups"
+        assert quantised.rounds(x, weight) == rounds
+        values, scales = quantised.quantise_rows(x) if rounds else (x, 1)
         product = functional.linear(values.float() * scales, whole)
         out = quantised.linear(x, weight)
         assert relative_error(out, product) < 5e-3
@@ -60,9 +61,17 @@ def test_few_rows_are_products_with_the_weights_made_whole(kind: str, outputs: i
     assert relative_error(quantised.made_whole(weight, x), whole) < 4e-3
 
 
-def rounds(x: torch.Tensor, weight: QuantisedWeight) -> bool:
-    plan = quantised._plan(x, weight, silu=False)
-    return quantised._takes_scaled(x, weight) if plan is None else plan.rounded
+@pytest.mark.parametrize("rows", [2, 64, 1000])
+def test_norms_round_what_they_give(rows: int) -> None:
+    x, residual = (torch.randn(rows, 4096, device=CUDA).bfloat16() for _ in range(2))
+    gain, weight = torch.randn(4096, device=CUDA).bfloat16(), weight_of("fp8", 6144, 4096)
+    assert quantised.rounds(x, weight)
+    after = residual.clone()
+    normed = add_rms_norm(x, after, gain, 1e-5)
+    rounded = quantised.rounded_rms_norm(x, residual, gain, 1e-5)
+    assert torch.equal(residual, after)
+    assert torch.equal(rounded.whole(), quantised.RoundedRows(*quantised.quantise_rows(normed), x.dtype).whole())
+    assert torch.equal(quantised.linear(rounded, weight), quantised.linear(normed, weight))
 
 
 def test_prompts_over_fp8_lose_what_rounding_activations_loses() -> None:

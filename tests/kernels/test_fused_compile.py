@@ -31,7 +31,12 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "add_rms_norm": (
         fused.rms_norm_kernel,
         {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32"},
-        {"SIZE": 4096, "PADDED": 4096, "HAS_RESIDUAL": True},
+        {"SIZE": 4096, "PADDED": 4096, "HAS_RESIDUAL": True, "ROUNDS": False, "scales": None},
+    ),
+    "add_rms_norm_rounded": (
+        fused.rms_norm_kernel,
+        {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "out": "*fp8e4nv", "scales": "*fp32", "eps": "fp32"},
+        {"SIZE": 4096, "PADDED": 4096, "HAS_RESIDUAL": True, "ROUNDS": True},
     ),
     "silu_mul": (
         fused.silu_mul_kernel,
@@ -93,8 +98,8 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_compiles(name: str, capability: int) -> None:
     kernel, types, constants = CASES[name]
-    if capability == 80 and name == "rope-fp8":
-        pytest.skip("fp8 caches need compute capability 8.9")
+    if capability == 80 and name in ("rope-fp8", "add_rms_norm_rounded"):
+        pytest.skip("fp8 needs compute capability 8.9")
     if "PDL" in kernel.arg_names:
         constants = {**constants, "PDL": capability >= 90}
     signature = {

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.triton_kernels.common import begin, overlap
+from tandem.kernels.triton_kernels.products.quantise_rows import in_e4m3
 
 FP8_LARGEST: tl.constexpr = tl.constexpr(448.0)
 MAX_SPLITS = 64  # a guess
@@ -21,13 +22,15 @@ def rms_norm_kernel(
     x,  # [T, E], strides (x_row, 1)
     residual,  # [T, E], strides (residual_row, 1); becomes x + residual
     weight,  # [E]
-    out,  # [T, E] contiguous
+    out,  # [T, E] contiguous; with ROUNDS e4m3
+    scales,  # fp32 [T], with ROUNDS
     x_row,
     residual_row,
     eps,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    ROUNDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (T,): statistics in fp32 of the sum as it is stored."""
@@ -43,20 +46,29 @@ def rms_norm_kernel(
     values = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
     normed = (values * scale).to(x.dtype.element_ty).to(tl.float32)
-    scaled = normed * tl.load(weight + columns, mask=mask, other=0.0)
-    tl.store(out + row * SIZE + columns, scaled.to(x.dtype.element_ty), mask=mask)
+    scaled = (normed * tl.load(weight + columns, mask=mask, other=0.0)).to(x.dtype.element_ty)
+    if ROUNDS:
+        scaled, row_scale = in_e4m3(scaled.to(tl.float32))
+        tl.store(scales + row, row_scale)
+    tl.store(out + row * SIZE + columns, scaled, mask=mask)
 
 
 def rms_norm_triton(
-    x_TE: torch.Tensor, residual_TE: torch.Tensor | None, weight_E: torch.Tensor, eps: float
+    x_TE: torch.Tensor,
+    residual_TE: torch.Tensor | None,
+    weight_E: torch.Tensor,
+    eps: float,
+    scales_T1: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """With `scales_T1`, fp32, what is returned is in e4m3, and these are its rows' scales."""
     num_tokens, size = x_TE.shape
-    out = torch.empty((num_tokens, size), dtype=x_TE.dtype, device=x_TE.device)
+    dtype = x_TE.dtype if scales_T1 is None else torch.float8_e4m3fn
+    out = torch.empty((num_tokens, size), dtype=dtype, device=x_TE.device)
     residual = x_TE if residual_TE is None else residual_TE
     if num_tokens:
         rms_norm_kernel[(num_tokens,)](
-            x_TE, residual, weight_E, out, x_TE.stride(0), residual.stride(0), eps, SIZE=size,
-            PADDED=triton.next_power_of_2(size), HAS_RESIDUAL=residual_TE is not None,
+            x_TE, residual, weight_E, out, scales_T1, x_TE.stride(0), residual.stride(0), eps, SIZE=size,
+            PADDED=triton.next_power_of_2(size), HAS_RESIDUAL=residual_TE is not None, ROUNDS=scales_T1 is not None,
             num_warps=min(16, max(1, triton.next_power_of_2(size) // 512)), **overlap(x_TE.device),
         )  # fmt: skip
     return out

@@ -13,6 +13,13 @@ LARGEST: tl.constexpr = tl.constexpr(448.0)
 TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # the least normal fp32
 
 
+@triton.jit
+def in_e4m3(numbers):
+    """A row in fp32 divided by its scale, so that its largest number is the format's, and the scale."""
+    scale = tl.maximum(tl.max(tl.abs(numbers), 0) / LARGEST, TINY)
+    return tl.minimum(tl.maximum(numbers / scale, -LARGEST), LARGEST).to(tl.float8e4nv), scale
+
+
 @triton.jit(do_not_specialize=["x_row"])
 def quantise_rows_kernel(
     x,  # [M, SIZE], strides (x_row * 8, 1)
@@ -28,10 +35,8 @@ def quantise_rows_kernel(
     columns = tl.arange(0, PADDED)
     begin(PDL)
     numbers = tl.load(x + row * (x_row * 8) + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(numbers), 0)
-    scale = tl.maximum(largest / LARGEST, TINY)
-    scaled = tl.minimum(tl.maximum(numbers / scale, -LARGEST), LARGEST)
-    tl.store(values + row * SIZE + columns, scaled.to(tl.float8e4nv), mask=columns < SIZE)
+    rounded, scale = in_e4m3(numbers)
+    tl.store(values + row * SIZE + columns, rounded, mask=columns < SIZE)
     tl.store(scales + row, scale)
 
 
