@@ -5,7 +5,8 @@
 
 Adapters are random, of all targets in all layers. Tokens a second of decoding, first tokens left out; `slower` is how
 much more time a token takes than without adapters in the same round (targets at most 10, 15 and 25 % for 1, 8 and 64
-on the 8B shape); `floor` is the part of that which reading the adapters' bytes takes, beside reading the weights'.
+on the 8B shape); `floor` is what reading the adapters' bytes would take of a step that reads the weights and does
+nothing else: of a real step it is less (docs/measurements.md#adapters).
 """
 
 from __future__ import annotations
