@@ -64,7 +64,9 @@ class RankOfThreads:
 
 
 def part_of(folder: Path, config: HFConfig, group: Any) -> HFModel:
-    model = load_chosen(folder, config, ModelOptions(str(folder)), CPU, torch.float32, group=group)
+    model = load_chosen(
+        folder, config, ModelOptions(str(folder), model_impl="transformers"), CPU, torch.float32, group=group
+    )
     assert isinstance(model, HFModel)
     return model
 
@@ -91,8 +93,10 @@ def test_ranks_make_the_logits_of_the_whole_model(family: str, size: int, monkey
 
     threads = Threads(size)
     monkeypatch.setattr(loader, "_loaded", one_at_a_time)
-    check_shares(folder, ModelOptions(str(folder)), size)
-    config = load_config(folder, ModelOptions(str(folder)))  # here, for it sets torch's default dtype for a while
+    check_shares(folder, ModelOptions(str(folder), model_impl="transformers"), size)
+    config = load_config(
+        folder, ModelOptions(str(folder), model_impl="transformers")
+    )  # here, for it sets torch's default dtype for a while
     assert isinstance(config, HFConfig)
     whole = part_of(folder, config, None)
     groups = [RankOfThreads(threads, rank) for rank in range(size)]
@@ -114,10 +118,10 @@ def test_ranks_make_the_logits_of_the_whole_model(family: str, size: int, monkey
 def test_a_model_without_a_plan_that_we_can_follow_is_refused(family: str) -> None:
     folder = tiny_hf_model(family)
     with pytest.raises(ConfigError, match=f"{family}.* can't be shared out: .*({REFUSED[family]})"):
-        check_shares(folder, ModelOptions(str(folder)), 2)
+        check_shares(folder, ModelOptions(str(folder), model_impl="transformers"), 2)
 
 
 def test_shares_are_equal() -> None:
     folder = tiny_hf_model("gemma2")
     with pytest.raises(ConfigError, match="4 heads over 2 KV heads: no equal shares"):
-        check_shares(folder, ModelOptions(str(folder)), 3)
+        check_shares(folder, ModelOptions(str(folder), model_impl="transformers"), 3)
