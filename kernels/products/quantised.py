@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from tandem.kernels.products import product_trials
 from tandem.kernels.products.fused_ops import is_fused, rms_norm, silu_mul
-from tandem.kernels.products.matmul_plans import GATE_UP_GROUP
+from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, SHARED_BYTES
 from tandem.kernels.products.quantised_plans import MOST_TILES, QuantisedPlan, choose_plan
 from tandem.kernels.products.quantised_weight import FP8, FP8_MAX, QuantisedWeight, quantise_fp8, quantise_int4
 
@@ -166,12 +166,15 @@ def _chosen(
     if torch.cuda.get_device_capability(device) < (8, 9):
         return None
     of_weight = group, bits, scale_dtype, dtype, device
+    # torch's stubs don't know this property.
+    shared_bytes = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES)
     may_round = dtype == torch.bfloat16
     prefers_scaled = may_round and bits == 8 and not group and num_rows >= PREFERRED_SCALED_ROWS
     if prefers_scaled and _may_scale(shape) and _scaled_is_right(device):
         return None
     for rounding in (True, False) if may_round else (False,):
         plan = choose_plan(num_rows, *shape, group, bits, may_round=rounding)
+        plan = None if plan is None else plan.fitting(shared_bytes, bits)
         if plan is not None and _is_right(plan, *of_weight, silu):
             return plan
     return None

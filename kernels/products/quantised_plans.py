@@ -29,6 +29,12 @@ class QuantisedPlan(NamedTuple):
     prefetch: int = 0  # bytes of each row's share that are asked for before the preceding kernel has ended
     rounded: bool = False  # activations become e4m3, for fp8 products
 
+    def fitting(self, shared_bytes: int, bits: int) -> QuantisedPlan:
+        """This plan with no more stages than a program's shared memory holds, at least two. A stage holds a tile of
+        each factor, and scales and zeros of groups."""
+        factors = self.tile_m * (1 if self.rounded else 2) * self.tile_k + self.tile_n * self.tile_k * bits // 8
+        return self._replace(stages=min(self.stages, max(2, shared_bytes // (factors + 16 * self.tile_n))))
+
     def lanes(self, num_rows: int) -> int:
         return -(-num_rows // self.tile_m)
 

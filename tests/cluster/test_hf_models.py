@@ -52,7 +52,7 @@ def test_greedy_tokens_of_mixtures_of_experts(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[pytest.mark.slow] * (each != "deepseek_v3")) for each in FAMILIES]
+    "family", [pytest.param(each, marks=[pytest.mark.slow] * (each != "gpt2")) for each in FAMILIES]
 )
 def test_lower_tiers_and_fp8_hold_its_kv(family: str) -> None:
     """Prompts that a small pool has forgotten come back from host memory, and what fp8 costs is measured."""
@@ -63,6 +63,8 @@ def test_lower_tiers_and_fp8_hold_its_kv(family: str) -> None:
         until_saved(node)
     assert node.process.tiers.manager.counts()["tier_host_hits"] >= sum(len(prompt) // BLOCK for prompt in prompts[:2])
     node.stop()
+    if family.startswith("deepseek"):
+        return  # latents are kept in 16 bits or more
     node = Node(node_options("unified", folder, num_blocks=12, kv_cache_dtype="fp8_e4m3", kv_quality_sample_rate=1.0))
     answered(node, prompts[0])
     quality = node.process.quality

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 import tandem.deploy
@@ -12,7 +13,7 @@ from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
 GUESSING = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
 CODE = """def read_lines(path, encoding):

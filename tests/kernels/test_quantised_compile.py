@@ -50,6 +50,9 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
 def test_products_compile(num_rows: int, group: int, bits: int, silu: bool, capability: int) -> None:
     plan = choose_plan(num_rows, 28672 if silu else 4096, 4096, group, bits)
     assert plan is not None
+    shared_bytes = SHARED_BYTES if capability == 90 else 99 << 10
+    assert plan == plan.fitting(SHARED_BYTES, bits), "tuned plans fit where they were measured"
+    plan = plan.fitting(shared_bytes, bits)
     scale = "*fp32" if bits == 8 else "*fp16"
     types = {**TYPES, "values": "*fp8e4nv" if bits == 8 else "*i32", "scales": scale, "zeros": scale}
     if plan.rounded:
@@ -57,7 +60,7 @@ def test_products_compile(num_rows: int, group: int, bits: int, silu: bool, capa
     constants = constants_of(plan, group, bits, silu=silu)
     compiled = compile_kernel(matmul_quantised_kernel, types, constants, capability)
     assert "cp.async" in compiled.asm["ptx"], "weights are not loaded ahead"
-    assert compiled.metadata.shared <= (SHARED_BYTES if capability == 90 or num_rows > 64 else 99 << 10)
+    assert compiled.metadata.shared <= shared_bytes
     if capability == 90 and num_rows > 1:
         assert "wgmma.mma_async" in compiled.asm["ptx"]
         assert ("e4m3.e4m3" in compiled.asm["ptx"]) == plan.rounded

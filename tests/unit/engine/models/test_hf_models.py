@@ -145,7 +145,8 @@ def test_identity_is_of_all_of_the_config(copied: Callable[..., Path]) -> None:
 def test_experts_and_encoders_take_no_adapters(tmp_path: Path) -> None:
     folder, expert = tiny_hf_model("glm4_moe"), "model.layers.1.mlp.experts.0.up_proj"
     sites = model_of(folder, config_of(folder)).adapter_sites()
-    assert len(sites) == 4 * 4, "q, k, v and o of each layer"
+    assert len(sites) == 4 * 4 + 4 * 3, "q, k, v and o of each layer, and a plain or shared MLP"
+    assert not any(".experts." in site.name for site in sites)
     adapter = tiny_adapter(tmp_path / "adapter", folder, targets=("q_proj",))
     tensors = {f"base_model.model.{expert}.lora_{name}.weight": torch.zeros(4, 4) for name in "AB"}
     save_file(tensors, adapter / "adapter_model.safetensors")
