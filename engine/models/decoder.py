@@ -206,10 +206,17 @@ class MLP(nn.Module):
         out: torch.Tensor = self.down_proj(activated)
         return out
 
-    def forward_few_rows(self, residual_RE: torch.Tensor, norm: RMSNorm) -> None:
+    def forward_few_rows(self, residual_RE: torch.Tensor, gain_E: torch.Tensor, eps: float) -> None:
         """residual += MLP of the normalised residual, in two launches."""
-        activated = few_rows.norm_linear_silu_mul(residual_RE, norm.weight, norm.eps, self.gate_up_proj.weight)
+        activated = few_rows.norm_linear_silu_mul(residual_RE, gain_E, eps, self.gate_up_proj.weight)
         few_rows.add_linear(residual_RE, activated, self.down_proj.weight, self.down_proj.bias)
+
+    def few_rows_products(self) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of the products of `forward_few_rows`; none if it can't be called."""
+        blocks = self.gate_up_proj, self.down_proj
+        if not self.is_grouped or any(block.quantised is not None for block in blocks):
+            return ()
+        return tuple((block.out_features, block.in_features) for block in blocks)
 
 
 class DecoderLayer(nn.Module):
@@ -248,17 +255,15 @@ class DecoderLayer(nn.Module):
     def forward_few_rows(self, residual_RE: torch.Tensor, positions_R: torch.Tensor, cos_sin: torch.Tensor) -> None:
         """`forward` of a decode step of few rows, in place: each product is fused with the operations around it."""
         self.self_attn.forward_few_rows(residual_RE, self.input_layernorm, positions_R, cos_sin)
-        assert isinstance(self.mlp, MLP)
-        self.mlp.forward_few_rows(residual_RE, self.post_attention_layernorm)
+        norm = self.post_attention_layernorm
+        self.mlp.forward_few_rows(residual_RE, norm.weight, norm.eps)
 
     def few_rows_products(self) -> tuple[tuple[int, int], ...]:
         """(outputs, inputs) of the products of `forward_few_rows`; none if it can't be called."""
-        if not isinstance(self.mlp, MLP) or not self.mlp.is_grouped:
+        blocks, of_mlp = (self.self_attn.qkv_proj, self.self_attn.o_proj), self.mlp.few_rows_products()
+        if not of_mlp or any(block.quantised is not None for block in blocks):
             return ()
-        blocks = self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj
-        if any(block.quantised is not None for block in blocks):
-            return ()
-        return tuple((block.out_features, block.in_features) for block in blocks)
+        return (*((block.out_features, block.in_features) for block in blocks), *of_mlp)
 
 
 class DecoderModel(nn.Module):
@@ -335,7 +340,8 @@ class DecoderModel(nn.Module):
                 module.group()
         first = self.layers[0]
         assert isinstance(first, DecoderLayer)
-        self._few_rows_products = () if self.config.mixture else first.few_rows_products()
+        are_alike = self.config.mixture is None or not self.config.mixture.dense_layers
+        self._few_rows_products = first.few_rows_products() if are_alike else ()
 
     def adapter_sites(self) -> tuple[Site, ...]:
         """The products that adapters may be added to, as this rank computes them."""

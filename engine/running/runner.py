@@ -398,7 +398,8 @@ class ModelRunner:
         matmul.prepare(self.device)
         if self.spans is not None:
             self.spans.warm_up()
-        for rows in extreme_steps(self._max_num_tokens, self._max_chunk, self.max_model_len, self.max_decode_rows):
+        sizes = (self._max_num_tokens, self._max_chunk, self.max_model_len, self.max_decode_rows)
+        for rows in extreme_steps(*sizes, every_size=self.device.type == "cuda"):
             inputs = self._inputs.build_dummy(rows)
             num_samples = min(self._max_num_seqs, inputs.metadata.num_tokens)
             hidden_TH = self._forward(inputs, None)

@@ -8,14 +8,16 @@ import torch
 
 from tandem.engine.running.sampler import LogitEdits, RandomSettings, SamplingBatch, TokenMasks
 from tandem.engine.scheduling.step import ScheduledRow
+from tandem.kernels.products.matmul_plans import LONGEST_TUNED
 
 
 def extreme_steps(
-    max_num_tokens: int, max_chunk: int, max_model_len: int, max_decode_rows: int
+    max_num_tokens: int, max_chunk: int, max_model_len: int, max_decode_rows: int, *, every_size: bool = False
 ) -> Iterator[list[ScheduledRow]]:
     """Yields the rows of each step, all of slot 0, those of one token first. The steps are: the token budget in as few
     rows as can be; decodes only; a decode beside a later chunk of a prompt; and a lone token, which has kernels of its
-    own."""
+    own. `every_size`: also 2, 4, 8 … decodes, since a product of few rows has a kernel by their number, and those of
+    the wanted tokens alone are in no captured step."""
     longest = min(max_chunk, max_model_len)
     full, rest = divmod(max_num_tokens, longest)
     # A single token would count as a decode row, and those come first.
@@ -26,6 +28,10 @@ def extreme_steps(
         yield [ScheduledRow(0, 0, 1), ScheduledRow(0, 1, length)]
     if max_decode_rows > 1:
         yield [ScheduledRow(0, 0, 1)]
+    num_rows = 2
+    while every_size and num_rows < min(max_decode_rows, LONGEST_TUNED):
+        yield [ScheduledRow(0, 0, 1)] * num_rows
+        num_rows *= 2
 
 
 def every_way_to_sample(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[SamplingBatch]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 from handmade_steps import BLOCK, MAX_LEN, RecordingConnector, decode_step, make_runner, new_slot, prompt_step
 
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.models import mixture_layer
 from tandem.engine.running.decode_graphs import DecodeBatch, graph_sizes
+from tandem.engine.running.warm_up import extreme_steps
 from tandem.engine.scheduling.step import (
     BlockAppend,
     BlockCopy,
@@ -18,6 +24,9 @@ from tandem.engine.scheduling.step import (
     SchedulerOutput,
     StepMeta,
 )
+from tandem.kernels.products import few_rows
+from tandem.kernels.products.matmul import linear, linear_silu_mul
+from tandem.kernels.reference import few_rows as twins
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
 
@@ -113,6 +122,37 @@ def test_warm_up_writes_no_kv_and_no_state() -> None:
     assert torch.equal(runner.state.token_ids_SC, tokens)
 
 
+def fused_products_by_twins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has steps of few rows take the way that they take on a GPU; the names of what they call."""
+    calls = []
+
+    def called(owner: ModuleType, name: str, twin: Callable[..., Any]) -> None:
+        monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), twin(*args))[1])
+
+    def add_mixture(residual: torch.Tensor, norm: tuple[torch.Tensor, float], *experts: Any) -> None:
+        normed = twins.normed(residual, *norm).to(residual)
+        residual += mixture_layer.mixture(normed, *experts)
+
+    monkeypatch.setattr(few_rows, "serves", lambda x, products: bool(products))
+    monkeypatch.setattr(mixture_layer, "takes_few", lambda *sizes: True)
+    called(
+        few_rows, "norm_linear", lambda x, gain, eps, weight, bias=None: twins.norm_linear(x, gain, eps, weight).to(x)
+    )
+    called(
+        few_rows,
+        "norm_linear_silu_mul",
+        lambda x, gain, eps, both: linear_silu_mul(twins.normed(x, gain, eps).to(x), both),
+    )
+    called(few_rows, "add_linear", lambda residual, x, weight, bias: residual.add_(linear(x, weight)))
+    called(mixture_layer, "add_mixture", add_mixture)
+    return calls
+
+
+def test_warm_up_has_every_number_of_wanted_tokens_that_has_a_kernel() -> None:
+    plain = [len(rows) for rows in extreme_steps(512, 512, 512, 48)]
+    assert [len(rows) for rows in extreme_steps(512, 512, 512, 48, every_size=True)] == [*plain, 2, 4, 8, 16, 32]
+
+
 class TestDecodeBatch:
     def test_padded_buffers_give_the_logits_of_a_step_built_anew(self) -> None:
         runner = make_runner(tiny_model("llama"))
@@ -131,6 +171,22 @@ class TestDecodeBatch:
         assert stored == expected
         changed = (runner.pool != before).flatten(1).any(1).nonzero().flatten().tolist()
         assert changed == [5, 11]  # the padding rows wrote nothing
+
+    @pytest.mark.parametrize("kind", ["llama", "mixtral"])
+    def test_a_layer_of_few_rows_has_no_norms_between(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What a GPU does with one or two rows, by twins of its products."""
+        calls = fused_products_by_twins(monkeypatch)
+        runner = make_runner(tiny_model(kind))
+        prompt = random_prompt(33, seed=2)
+        made = runner.execute(prompt_step({0: prompt}, {0: (7, 3, 11)})).result().token_ids.tolist()
+        assert calls == []
+        batch = DecodeBatch(runner.model, runner.state, 1, MAX_LEN)
+        with torch.inference_mode():
+            batch.fill([ScheduledRow(0, 33, 1)], 1)
+            made.append(int(batch.forward(1).argmax()))
+        assert made == reference_greedy(tiny_model(kind), prompt, 2).token_ids
+        of_mlp = ["norm_linear", "add_mixture"] if kind == "mixtral" else ["norm_linear_silu_mul", "add_linear"]
+        assert calls == ["norm_linear", "add_linear", *of_mlp] * len(runner.model.attention_layers)
 
     def test_sizes_hold_every_batch_and_waste_little(self) -> None:
         for most in (1, 3, 64, 256, 700):
