@@ -63,15 +63,25 @@ def test_few_rows_are_products_with_the_weights_made_whole(kind: str, outputs: i
 
 @pytest.mark.parametrize("rows", [2, 64, 1000])
 def test_norms_round_what_they_give(rows: int) -> None:
+    """A norm that rounds adds its squares in another order: a thread has 16 numbers, as e4m3 is stored, not 8. So the
+    last bit of the sum may be another one, which takes some number in 100,000 across the middle of two of bf16, and a
+    few of those across the middle of two of e4m3."""
     x, residual = (torch.randn(rows, 4096, device=CUDA).bfloat16() for _ in range(2))
     gain, weight = torch.randn(4096, device=CUDA).bfloat16(), weight_of("fp8", 6144, 4096)
     assert quantised.rounds(x, weight)
     after = residual.clone()
-    normed = add_rms_norm(x, after, gain, 1e-5)
+    values, scales = quantised.quantise_rows(add_rms_norm(x, after, gain, 1e-5))
     rounded = quantised.rounded_rms_norm(x, residual, gain, 1e-5)
     assert torch.equal(residual, after)
-    assert torch.equal(rounded.whole(), quantised.RoundedRows(*quantised.quantise_rows(normed), x.dtype).whole())
-    assert torch.equal(quantised.linear(rounded, weight), quantised.linear(normed, weight))
+    same = (rounded.scales == scales)[:, 0]
+    assert (~same).sum() <= 1 + rows // 100, "rows whose largest number is another one"
+    assert torch.allclose(rounded.scales, scales, rtol=2**-7, atol=0), "by more than a unit of bf16"
+    ours, theirs = rounded.values.float()[same], values.float()[same]
+    assert (ours != theirs).sum() <= 4 + ours.numel() * 1e-5
+    unit = torch.maximum(theirs.abs() / 8, torch.tensor(2.0**-9, device=CUDA))
+    assert ((ours - theirs).abs() <= unit).all(), "by more than a unit of e4m3"
+    product = functional.linear(rounded.values.float() * rounded.scales, weight.dequantised(torch.float32))
+    assert relative_error(quantised.linear(rounded, weight), product) < 5e-3
 
 
 def test_prompts_over_fp8_lose_what_rounding_activations_loses() -> None:
