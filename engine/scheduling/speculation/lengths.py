@@ -43,13 +43,14 @@ def num_worthwhile(
 
     `chances[i][j]`: that draft j of sequence i is right and all before it, never rising with j. `num_streams`: tokens
     that the step yields without drafts. `seconds_of`: what a step of so many tokens takes, None: not known. `stall_s`:
-    how long the device waits for the host behind a step with drafts, and behind no other.
+    what the host takes for a step. Behind a step with drafts the device waits for it; other steps are launched ahead,
+    but no more often than the host makes one.
     """
     heap = [(-row[0], index, 0) for index, row in enumerate(chances) if row]
     heapq.heapify(heap)
     order: list[int] = []  # whose draft comes next, the likeliest first
     best, expected = 0, float(num_streams)
-    best_rate = 0.0 if seconds_of is None else expected / seconds_of(num_tokens)
+    best_rate = 0.0 if seconds_of is None else expected / max(seconds_of(num_tokens), stall_s)
     while heap and len(order) < most:
         chance, index, place = -heap[0][0], heap[0][1], heap[0][2] + 1
         order.append(index)

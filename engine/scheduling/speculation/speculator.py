@@ -92,8 +92,10 @@ class Speculator:
     def _chances(self, request: Request, count: int) -> list[float]:
         if not count:
             return []
-        chance, before = self._sequences[request].acceptance.chance, request.num_in_flight
-        return [chance ** (before + index + 1) for index in range(count)]
+        # Behind a token in flight, whose guess must be right as well, they are less likely. That is so of the first
+        # step with drafts alone, and what matters is what the steps behind it yield.
+        chance = self._sequences[request].acceptance.chance
+        return [chance ** (index + 1) for index in range(count)]
 
     def _forget_ended(self) -> None:
         running = self._state.queues.running

@@ -119,6 +119,13 @@ def test_the_wait_for_the_host_must_be_made_good() -> None:
     assert num_worthwhile([[0.9]] + [[]] * 63, 64, 64, 100, flat, 0.001) == [0] * 64
 
 
+def test_a_host_slower_than_the_device_bounds_steps_without_drafts_too() -> None:
+    chances = [[FIRST_CHANCE**place for place in range(1, 5)]]
+    for stall_s in (0.0, 0.001, 0.005, 0.02):  # four drafts of a lone stream are tried whatever its steps take
+        assert sum(num_worthwhile(chances, 1, 1, 100, flat, stall_s)) > 0
+    assert num_worthwhile([[0.2]], 1, 1, 100, flat, 0.02) == [0]  # 1.2 tokens in 25 ms, 1 in 20
+
+
 def test_without_measured_steps_drafts_must_be_likely() -> None:
     assert num_worthwhile([[0.5, 0.25, 0.1]], 1, 1, 100, None, 0.0) == [2]
     assert num_worthwhile([[0.5]], 64, 1, 100, None, 0.0) == [0]
