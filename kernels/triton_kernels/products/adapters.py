@@ -21,7 +21,7 @@ from tandem.kernels.triton_kernels.products.adapter_tiles import expand_tiles_ke
 # Of decode rows: places of a program, splits times lanes at most, words of B at once, inputs at once and of a split at
 # least, warps of shrink; of what ends in silu places of a program, words of B of either part at once, warps;
 # docs/measurements.md#adapters.
-PLACES, SPLIT_LANES, WORDS_OF_B, BLOCK_K, LEAST_INPUTS = 2, 256, 4096, 512, 512
+PLACES, SPLIT_LANES, WORDS_OF_B, BLOCK_K, LEAST_INPUTS = 2, 128, 4096, 512, 512
 SHRINK_WARPS = 4
 SILU_TILE, SILU_WORDS, SILU_WARPS = 8, 2048, 4
 CHUNK = 16  # lanes of a program; a guess

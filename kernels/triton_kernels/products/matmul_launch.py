@@ -15,7 +15,7 @@ from tandem.kernels.triton_kernels.products.matmul_ring import matmul_ring_kerne
 from tandem.kernels.triton_kernels.products.matmul_rows import matmul_rows_kernel
 from tandem.kernels.triton_kernels.products.matmul_stream import matmul_stream_kernel
 
-LATE_REGISTERS = 128  # of a thread; docs/measurements.md#adapters
+LATE_REGISTERS = 96  # of a thread; docs/measurements.md#adapters
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
