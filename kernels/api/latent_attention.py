@@ -149,7 +149,8 @@ def _earlier(rows: RowBatch, block_size: int) -> _Earlier:
     if "earlier" not in rows.scratch:
         earlier = [total - new for new, total in zip(rows.query_lens_cpu, rows.seq_lens_cpu, strict=True)]
         counts = [-(-length // block_size) for length in earlier]
-        tables = np.zeros((len(counts), max(counts)), np.int32)
+        # Kernels are compiled for strides of 1 and for multiples of 16: these are always the latter.
+        tables = np.zeros((len(counts), -(-max(counts) // 16) * 16), np.int32)
         for row, (start, count) in enumerate(zip(np.cumsum([0, *counts]), counts, strict=False)):
             tables[row, :count] = np.arange(start, start + count)
         block_ids = torch.cat([table[:count] for table, count in zip(rows.block_tables, counts, strict=True)]).long()

@@ -26,7 +26,12 @@ from tandem.kernels.triton_kernels.decode.decode_launch import (
     plan_decode,
 )
 from tandem.kernels.triton_kernels.decode.decode_plan import DecodePlan
-from tandem.kernels.triton_kernels.decode.latent_decode import latent_constants, latent_decode, plan_latents
+from tandem.kernels.triton_kernels.decode.latent_decode import (
+    latent_constants,
+    latent_decode,
+    plan_latents,
+    shared_bytes_of,
+)
 from tandem.kernels.triton_kernels.decode.shared_prefix import (
     attend_prefixes,
     could_share,
@@ -86,7 +91,8 @@ def _decode_latents(
 ) -> torch.Tensor:
     """[N, H, latent_size]."""
     constants = latent_constants(
-        query.dtype, spec.num_heads, latent_size, spec.head_size - latent_size, kv.block_size
+        query.dtype, spec.num_heads, latent_size, spec.head_size - latent_size, kv.block_size,
+        shared_bytes_of(query.device),
     )  # fmt: skip
     key = ("latent_plan", id(constants))
     if key not in rows.scratch:

@@ -89,11 +89,12 @@ def shared(dtype: torch.dtype, group: int, head_size: int, **options: Any) -> An
     return shared_prefix_kernel, dtype, constants | plain | options
 
 
-def latents(dtype: torch.dtype, num_heads: int) -> Any:
-    return latent_decode_kernel, dtype, latent_constants(dtype, num_heads, 512, 64, 64) | {"PDL": False}
+def latents(dtype: torch.dtype, num_heads: int, capability: int = 90) -> Any:
+    shared_bytes = SHARED_MEMORY_BYTES[capability]
+    return latent_decode_kernel, dtype, latent_constants(dtype, num_heads, 512, 64, 64, shared_bytes) | {"PDL": False}
 
 
-MERGED = {"GROUPS": 2, "GROUP": 64, "LATENT": 512, "L_PAD": 512, "CHUNK": PARTS_AT_ONCE, "num_warps": 4, "PDL": True}
+MERGED = {"GROUPS": 2, "GROUP": 64, "LATENT": 512, "COLUMNS": 128, "CHUNK": PARTS_AT_ONCE, "num_warps": 4, "PDL": True}
 PLAN = {"TILE": 64, "MIN_TILES": 1, "CHUNK": 1024, "PROGRAMS_PAD": 512, "num_warps": 8, "PDL": True}
 LISTS = {"GROUP": 4, "GROUP_PAD": 4, "STRIDE": 4, "BLOCK": 64, "TILE": 64, "CHUNK": 256, "PDL": False}
 CASES = {
@@ -123,6 +124,8 @@ CASES = {
     "plan": (90, (plan_kernel, BF16, PLAN | {"WINDOW": 1, "HAS_PREFIX": True, "HAS_COUNTS": False})),
     "latents-16": (90, latents(BF16, 16)),
     "latents-128": (90, latents(BF16, 128)),
+    "latents-16-sm80": (80, latents(BF16, 16, 80)),
+    "latents-128-sm80": (80, latents(BF16, 128, 80)),
     "latents-merged": (90, (merge_latents_kernel, BF16, MERGED)),
     "lists": (80, (list_tiles_kernel, BF16, LISTS)),
 }

@@ -2,7 +2,7 @@
 
 N rows of one new token, H query heads in G groups of GROUP, L latent size, P size of the rotated part, S slots a block,
 B table columns. A segment of the plan (decode_plan.py) is one group of heads of one row; its parts are merged by a
-second launch, a head to a program, since those of many heads times L would not fit one program's registers together.
+second launch, some columns of a head to a program: what bounds it is how often one waits for memory, not bytes.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,7 +20,9 @@ from tandem.kernels.triton_kernels.decode.decode_plan import DecodePlan, load_se
 from tandem.kernels.triton_kernels.decode.decode_tiles import load_block
 
 MOST_HEADS = 64  # of a program, whose sums of latents are half of a multiprocessor's registers then
-PARTS_AT_ONCE = 8  # merged; a guess
+PARTS_AT_ONCE = 32  # merged by a program of MERGED_COLUMNS; a guess: docs/measurements.md#latent-attention
+MERGED_COLUMNS = 128  # a guess, too
+SHARED_BYTES = 227 << 10  # of a multiprocessor from Hopper on, where torch doesn't say: CUDA programming guide
 
 
 @triton.jit(
@@ -150,55 +152,86 @@ def merge_latents_kernel(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     LATENT: tl.constexpr,
-    L_PAD: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of a program; they divide LATENT, or hold it
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (N, H). Heads of empty rows get zeros."""
+    """Grid (N, H, ceil(L / COLUMNS)). Heads of empty rows get zeros."""
     begin(PDL)
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head, first_column = tl.program_id(0), tl.program_id(1), tl.program_id(2) * COLUMNS
     segment = row * GROUPS + head // GROUP
     segment_begin, segment_end = load_segment(plan, programs, segment, True)
     first, num_parts = parts_of(plan, segment_begin, segment_end)
     _, total, accumulator = merge_parts(
-        segment + first, 1, num_parts, peaks, totals, partial, GROUP, head % GROUP, 1, LATENT, L_PAD, 1, CHUNK
-    )
+        segment + first, 1, num_parts, peaks, totals, partial + first_column, GROUP, head % GROUP, 1,
+        LATENT, COLUMNS, 1, CHUNK,
+    )  # fmt: skip
     result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
-    columns = tl.arange(0, L_PAD)[None, :]
+    columns = first_column + tl.arange(0, COLUMNS)[None, :]
     entry = (row.to(tl.int64) * (GROUPS * GROUP) + head) * LATENT
     tl.store(output + entry + columns, result.to(output.dtype.element_ty), mask=columns < LATENT)
 
 
 @cache
 def latent_constants(
-    dtype: torch.dtype, num_heads: int, latent_size: int, rotated_size: int, block_size: int
+    dtype: torch.dtype,
+    num_heads: int,
+    latent_size: int,
+    rotated_size: int,
+    block_size: int,
+    shared_bytes: int = SHARED_BYTES,
 ) -> dict[str, int]:
-    """Tile sizes and launch options."""
+    """Tile sizes and launch options: docs/measurements.md#latent-attention. No more tiles are loaded ahead than shared
+    memory holds."""
     most = MOST_HEADS if dtype.itemsize == 2 else 16
     group = next(size for size in range(min(num_heads, most), 0, -1) if num_heads % size == 0)
-    padded = max(16, triton.next_power_of_2(group))
+    padded = 16 if group <= 16 else MOST_HEADS
     wide = dtype.itemsize > 2
+    latent, rotated = padded_head_size(latent_size), padded_head_size(rotated_size)
+    row_bytes = (latent + rotated) * dtype.itemsize
+    tile, stages = (16, 1) if wide else (64, 3 if padded == 16 else 2)
+    while stages > 1 and _rows_held(tile, stages, padded) * row_bytes > shared_bytes:
+        tile, stages = (tile // 2, stages) if stages == 2 and tile > 16 else (tile, stages - 1)
     return {
         "GROUPS": num_heads // group,
         "GROUP": group,
         "M_PAD": padded,
         "LATENT": latent_size,
-        "L_PAD": padded_head_size(latent_size),
+        "L_PAD": latent,
         "ROTATED": rotated_size,
-        "P_PAD": padded_head_size(rotated_size),
+        "P_PAD": rotated,
         "BLOCK_SIZE": block_size,
-        "TILE": 16 if wide else 32,
-        "num_warps": 8 if padded > 16 else 4,
-        "num_stages": 1 if wide else 3 if padded > 16 else 2,
+        "TILE": tile,
+        "num_warps": 4 if wide and padded == 16 else 8,
+        "num_stages": stages,
     }
+
+
+def _rows_held(tile: int, stages: int, padded: int) -> int:
+    """Rows in shared memory: queries, tiles on their way, and what compilers add; products of 64 rows read tiles from
+    there, so that the one at work counts, too."""
+    return padded + tile * (stages if padded == MOST_HEADS else stages - 1) + 2
+
+
+def merge_columns(constants: dict[str, int]) -> int:
+    """Columns of a program that merges."""
+    return MERGED_COLUMNS if constants["LATENT"] % MERGED_COLUMNS == 0 else constants["L_PAD"]
 
 
 @cache
 def num_latent_programs(device: torch.device, num_warps: int) -> int:
-    """Programs that run at once, by their registers and shared memory; a guess."""
+    """Programs that run at once, by their registers and shared memory: docs/measurements.md#latent-attention."""
     if INTERPRET:
         return 5
     return 8 // num_warps * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def shared_bytes_of(device: torch.device) -> int:
+    """Shared memory that one program may have."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES))
 
 
 def plan_latents(seq_lens: torch.Tensor, constants: dict[str, int], programs: int = 0) -> DecodePlan:
@@ -235,9 +268,10 @@ def latent_decode(
         plan.partial, plan.peaks, plan.totals, plan.plan, query, cache, block_tables, seq_lens, scale,
         *query.stride()[:2], cache.stride(0), cache.stride(2), block_tables.stride(0), **constants, **launch,
     )  # fmt: skip
-    merge_latents_kernel[(num_rows, num_heads)](
+    columns = merge_columns(constants)
+    merge_latents_kernel[(num_rows, num_heads, triton.cdiv(constants["LATENT"], columns))](
         output, plan.partial, plan.peaks, plan.totals, plan.plan, plan.programs, GROUPS=constants["GROUPS"],
-        GROUP=constants["GROUP"], LATENT=constants["LATENT"], L_PAD=constants["L_PAD"], CHUNK=PARTS_AT_ONCE,
-        num_warps=4, **launch,
+        GROUP=constants["GROUP"], LATENT=constants["LATENT"], COLUMNS=columns,
+        CHUNK=PARTS_AT_ONCE * MERGED_COLUMNS // max(columns, MERGED_COLUMNS), num_warps=4, **launch,
     )  # fmt: skip
     return output
