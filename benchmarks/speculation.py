@@ -23,7 +23,7 @@ import tandem.deploy
 import tandem.engine.scheduling.scheduler as scheduler_module
 from engine import Engine, make_request
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.engine.running.step_measure import measure_step_times
+from tandem.engine.running.at_start.step_measure import measure_step_times
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.planner import StepPlan
 from tandem.engine.scheduling.request import FailedEvent, Request, TokenEvent

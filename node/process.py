@@ -40,9 +40,9 @@ from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.engine.process.process_log import start_log
 from tandem.engine.process.process_name import name_process
 from tandem.engine.process.watched import end_process, end_with_any_thread
+from tandem.engine.running.at_start.step_measure import measure_step_times
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.running.runner import ModelRunner
-from tandem.engine.running.step_measure import measure_step_times
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.ports import LowerTiers, NoTiers
 from tandem.engine.scheduling.turn_times import TurnTimes

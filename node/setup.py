@@ -23,7 +23,7 @@ from tandem.engine.models.choice import load_chosen, load_config
 from tandem.engine.models.identity import model_identity
 from tandem.engine.parallel.group import Membership, TensorParallel
 from tandem.engine.precision.kv_scales import scales_of_random_prompts
-from tandem.engine.running.memory import profile_free_bytes
+from tandem.engine.running.at_start.memory import profile_free_bytes
 from tandem.engine.running.runner_needs import Model
 from tandem.engine.scheduling.speculation.options import read_speculative_config
 from tandem.node.precise.another_cache import OverAnotherCache

@@ -40,7 +40,7 @@ def lose_memory(faults: list[Fault]) -> None:
     """In this process, whichever rank it is."""
     from tandem.engine.models import decoder
     from tandem.engine.parallel.group import TensorParallel
-    from tandem.engine.running import runner
+    from tandem.engine.running import drawing
     from tandem.engine.running.decode_graphs import DecodeGraphs
 
     places = {(fault["rank"], fault["num_tokens"]): fault["at"] for fault in faults}
@@ -58,7 +58,7 @@ def lose_memory(faults: list[Fault]) -> None:
     for name in ("forward", "forward_wanted"):
         _before(decoder.SelfAttention, name, attend)
     _before(TensorParallel, "gather_logits", lambda *_: _fail_if(place, "gather"))
-    _before(runner, "sample", lambda *_: _fail_if(place, "sample"))
+    _before(drawing, "sample", lambda *_: _fail_if(place, "sample"))
 
 
 def _fail_if(place: list[object], here: object) -> None:

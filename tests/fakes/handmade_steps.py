@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,10 +62,15 @@ class RecordingConnector:
 
 
 def make_runner(
-    folder: Path, num_slots: int = 4, connector: RecordingConnector | None = None, max_chunk: int = 0
+    folder: Path,
+    num_slots: int = 4,
+    connector: RecordingConnector | None = None,
+    max_chunk: int = 0,
+    before_model: Callable[[Any], Any] = lambda model: model,
 ) -> ModelRunner:
+    """`before_model` makes what stands before the model."""
     config = load_model_config(folder)
-    model = load_model(folder, config, ModelOptions(model=str(folder)), CPU, torch.float32)
+    model = before_model(load_model(folder, config, ModelOptions(model=str(folder)), CPU, torch.float32))
     pool = torch.zeros(NUM_BLOCKS, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
     options = SchedulerOptions(max_num_seqs=num_slots, max_num_batched_tokens=96, max_prefill_chunk=max_chunk)
     return ModelRunner(model, pool, options, BLOCK, MAX_LEN, (), connector)

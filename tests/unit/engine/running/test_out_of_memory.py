@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from handmade_steps import RecordingConnector, decode_step, make_runner, new_slot, prompt_step
 
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.step_pieces import split_step
 from tandem.engine.scheduling.step import ForkSlot, SampleRow, ScheduledRow, SchedulerOutput, StepMeta
 from tiny_models import random_prompt, reference_greedy, tiny_model
@@ -22,8 +24,9 @@ BLOCKS = {0: (7, 3, 11), 1: (2, 8), 2: (5,)}
 class SmallDevice:
     """Stands before the runner's model and has memory for `most` tokens at once."""
 
-    def __init__(self, model: object, most: int) -> None:
+    def __init__(self, model: object, most: int, group: object) -> None:
         self._model = model
+        self.group = group
         self.most = most
         self.sizes: list[int] = []
 
@@ -38,10 +41,19 @@ class SmallDevice:
         return call(input_ids, *args)
 
 
+def small_runner(
+    most: int, connector: RecordingConnector | None = None, group: object = None
+) -> tuple[ModelRunner, SmallDevice]:
+    def before_model(model: object) -> SmallDevice:
+        return SmallDevice(model, most, group)
+
+    runner = make_runner(tiny_model("llama"), connector=connector, before_model=before_model)
+    return runner, cast("SmallDevice", runner.model)
+
+
 @pytest.mark.parametrize("most", [59, 30, 16])
 def test_a_step_in_pieces_makes_the_tokens_of_the_whole(most: int) -> None:
-    runner = make_runner(tiny_model("llama"))
-    device = runner.model = SmallDevice(runner.model, most)  # type: ignore[assignment]
+    runner, device = small_runner(most)
     step = prompt_step(PROMPTS, BLOCKS)
     backwards = msgspec.structs.replace(step, samples=step.samples[::-1])
     tokens = runner.execute(backwards).result().token_ids.tolist()[::-1]
@@ -65,8 +77,7 @@ def test_forks_and_prompt_logprobs_in_pieces() -> None:
         forks=(ForkSlot(3, 0, 33, (4, 9, 13), sample_index=1),),
     )
     whole = make_runner(tiny_model("llama")).execute(step).result()
-    runner = make_runner(tiny_model("llama"))
-    runner.model = SmallDevice(runner.model, 16)  # type: ignore[assignment]
+    runner, _ = small_runner(16)
     pieces = runner.execute(step).result()
     assert pieces.token_ids.tolist() == whole.token_ids.tolist()
     for left, right in zip(pieces.prompt_logprobs[0], whole.prompt_logprobs[0], strict=True):
@@ -76,9 +87,8 @@ def test_forks_and_prompt_logprobs_in_pieces() -> None:
 
 def test_the_connector_sees_a_step_in_pieces_once() -> None:
     connector = RecordingConnector()
-    runner = make_runner(tiny_model("llama"), connector=connector)
+    runner, _ = small_runner(30, connector=connector)
     num_layers = len(runner.model.attention_layers)
-    runner.model = SmallDevice(runner.model, 30)  # type: ignore[assignment]
     connector.calls.clear()
     runner.execute(msgspec.structs.replace(prompt_step(PROMPTS, BLOCKS), connector_meta=StepMeta()))
     assert connector.calls == ["start", *["wait"] * num_layers, *["save"] * num_layers, "saved"]
@@ -86,8 +96,7 @@ def test_the_connector_sees_a_step_in_pieces_once() -> None:
 
 def test_a_device_without_any_memory_ends_the_step_and_not_the_runner() -> None:
     connector = RecordingConnector()
-    runner = make_runner(tiny_model("llama"), connector=connector)
-    device = runner.model = SmallDevice(runner.model, 0)  # type: ignore[assignment]
+    runner, device = small_runner(0, connector=connector)
     result = runner.execute(prompt_step(PROMPTS, BLOCKS)).result()
     assert result.failure is not None
     assert "--gpu-memory-utilization" in result.failure
@@ -100,9 +109,7 @@ def test_a_device_without_any_memory_ends_the_step_and_not_the_runner() -> None:
 
 def test_a_rank_of_several_does_not_split_a_step() -> None:
     """The others compute it as one; what has to end is the process."""
-    runner = make_runner(tiny_model("llama"))
-    device = runner.model = SmallDevice(runner.model, 30)  # type: ignore[assignment]
-    device.group = object()  # type: ignore[attr-defined]
+    runner, device = small_runner(30, group=object())
     with pytest.raises(torch.OutOfMemoryError):
         runner.execute(prompt_step(PROMPTS, BLOCKS))
     assert device.sizes == []

@@ -10,7 +10,7 @@ import torch
 from handmade_steps import BLOCK, MAX_LEN, RecordingConnector, RunsDirectly, make_runner, new_slot
 
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.engine.running import runner as running
+from tandem.engine.running import drawing
 from tandem.engine.running.decode_graphs import MAX_CHUNK_READS
 from tandem.engine.scheduling.step import ForkSlot, SampleRow, ScheduledRow, SchedulerOutput, StepMeta
 from tandem.kernels.products.few_rows_scratch import MOST_ROWS
@@ -73,7 +73,7 @@ def test_a_replay_without_memory_is_computed_otherwise(
     for fails in (False, True):
         runner = make_runner(tiny_model("llama"))
         runner._graphs = graphs = RunsDirectly(runner.model, runner.state, runner.max_graph_rows, MAX_LEN)
-        where = (graphs, "run") if lacking == "replay" else (running, "to_host")
+        where = (graphs, "run") if lacking == "replay" else (drawing, "to_host")
         for step in steps(prompts, sampling):
             with monkeypatch.context() as patch:
                 if fails:

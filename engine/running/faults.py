@@ -1,0 +1,36 @@
+"""What a step may survive on this process: a device without memory, a kernel that can't be launched."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from tandem.engine.parallel.group import TensorParallel
+from tandem.kernels.api.selection import count_fallback, is_launch_failure
+
+logger = logging.getLogger(__name__)
+
+
+class StepFaults:
+    """Judges errors of a step: counted where the step can be computed in another way, raised else. In a group all are
+    raised, since the other ranks compute the step as one, in the old way, and wait for this one's part."""
+
+    def __init__(self, group: TensorParallel | None, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self.counters = {"steps_out_of_memory": 0}
+
+    def on_out_of_memory(self, num_tokens: int, error: torch.OutOfMemoryError) -> None:
+        if self._group is not None:
+            raise error
+        logger.warning("%d tokens at once ran out of memory: %s", num_tokens, error)
+        self.counters["steps_out_of_memory"] += 1
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def on_launch_failure(self, failed: str, following: str, error: Exception) -> None:
+        """`failed` couldn't be launched, `following` is what computes the step instead. Raises any other error."""
+        if self._group is not None or not is_launch_failure(error):
+            raise error
+        count_fallback(failed, following, error)
