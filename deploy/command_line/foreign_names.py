@@ -167,9 +167,6 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "middleware": _refused("put a proxy in front"),
     "root_path": _refused("put a proxy in front that strips it"),
     "allowed_local_media_path": _refused("send a data: URL; no files of the server are read"),
-    "enable_expert_parallel": _refused_flag(
-        "whole experts are not spread over GPUs; --tensor-parallel-size gives each GPU a share of every expert"
-    ),
     "kv_transfer_config": _refused("--prefill N --decode M start nodes that hand KV over; --transport says how"),
     "mm_processor_kwargs": _refused("set them in preprocessor_config.json, in the model's folder"),
     "uds": _refused("it listens on TCP: --host, --port"),
@@ -177,7 +174,7 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "enable_mm_embeds": _refused_flag("images and sounds are sent as they are"),
     "enable_ssl_refresh": _refused_flag("certificates are read at the start"),
     "ssl_ciphers": _refused("ciphers are Python's own choice"),
-    "enable_eplb": _refused_flag("experts are not spread over GPUs"),
+    "enable_eplb": _refused_flag("experts stay on the GPU that loaded them"),
     "enable_force_include_usage": _refused_flag("clients ask for it: `stream_options.include_usage`"),
     "disable_fastapi_docs": _refused_flag("put a proxy in front that hides /docs"),
     "log_config_file": _refused("--log-level and --log-format say what is logged, and how"),

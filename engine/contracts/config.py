@@ -214,6 +214,9 @@ class NodeOptions:
     device: Annotated[Device, "auto: the GPU where there is one"] = "auto"
     device_index: Annotated[Count, "which of the visible GPUs"] = 0
     tensor_parallel_size: Annotated[Positive, "GPUs of one node; each holds a share of the weights and KV heads"] = 1
+    enable_expert_parallel: Annotated[
+        bool, "each GPU of a node holds whole experts of a mixture instead of a share of every expert"
+    ] = False
     attention_backend: Annotated[str, "auto: the best that this machine has; or the name of one"] = "auto"
     compile: Annotated[bool, "have torch.compile make what a model computes between its layers' attention"] = False
     cuda_graphs: Annotated[bool, "replay captured graphs for decode steps"] = True

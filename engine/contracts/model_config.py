@@ -156,6 +156,12 @@ class MixtureConfig(msgspec.Struct, frozen=True, kw_only=True):
     width: int
     renormalises: bool = True
     dense_layers: tuple[int, ...] = ()  # these have an MLP of `intermediate_size` instead
+    held: tuple[int, int] | None = None  # the first expert of this rank, and the one after its last; None: all are its
+
+    @property
+    def own(self) -> range:
+        """The experts whose weights are here."""
+        return range(*(self.held or (0, self.num_experts)))
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):

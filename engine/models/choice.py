@@ -75,11 +75,11 @@ def load_chosen(
     return load_hf_model(folder, config, options, device, dtype, attention_backend, group, on_loaded)
 
 
-def check_shares(folder: Path, options: ModelOptions, size: int) -> int:
-    """How many KV heads the model has. Raises ConfigError unless so many ranks can share it out."""
-    config = load_config(folder, options)
+def check_shares(folder: Path, options: ModelOptions, shard: Shard) -> int:
+    """How many KV heads the model has. Raises ConfigError unless ranks like this one can share it out."""
+    config, size = load_config(folder, options), shard.size
     if isinstance(config, ModelConfig):
-        own, how = Shard(0, size).config(config), config.quantisation
+        own, how = shard.config(config), config.quantisation
         for inputs in (own.num_heads * own.head_dim, own.intermediate_size):
             if how is not None and size > 1 and inputs % how.least_inputs:
                 raise ConfigError(
@@ -90,5 +90,10 @@ def check_shares(folder: Path, options: ModelOptions, size: int) -> int:
         from tandem.engine.models.hf.config import read_config
         from tandem.engine.models.hf.parallel import check_plan
 
+        if shard.expert_parallel:
+            raise ConfigError(
+                f"--enable-expert-parallel: {config.architecture} runs by transformers' modules, of whose experts each "
+                "GPU has a share; leave it out"
+            )
         check_plan(read_config(folder), config.layers, size)
     return config.num_kv_heads

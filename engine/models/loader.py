@@ -77,6 +77,8 @@ def _fill_with_noise(model: DecoderModel, whole: DecoderModel) -> None:
         noise = torch.empty(parameter.shape, dtype=parameter.dtype, device=group.device)
         fill_with_noise(name, noise)
         for part, tensor in _parts(name, noise, config).items():
+            if part not in targets:
+                continue  # an expert of another rank
             cut = group.shard.cut(part, config)
             targets[part].copy_(tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start))
 
@@ -127,7 +129,8 @@ def _own_targets(model: DecoderModel) -> dict[str, torch.Tensor]:
 
 def _parts(name: str, parameter: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:
     """Checkpoint name -> the part of `parameter` that it fills: all of it, or one of what is merged into it."""
-    if config.mixture is not None and (parts := mixture_parts(name, parameter, config.architecture)):
+    mixture = config.mixture
+    if mixture is not None and (parts := mixture_parts(name, parameter, config.architecture, mixture.own)):
         return parts
     runs = part_rows(name, len(parameter), config)
     return {part: parameter[start:stop] for part, (start, stop) in runs.items()}

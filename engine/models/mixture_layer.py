@@ -21,12 +21,12 @@ MIXTRAL = ("block_sparse_moe", ("w1", "w3", "w2"))
 
 
 class StackedExperts(nn.Module):
-    """The matrices of all experts. In a group those of this rank: a share of every expert's width."""
+    """The matrices of all experts. In a group those of this rank: a share of every expert's width, or whole experts."""
 
     def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.width, hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(config.num_experts, hidden_size, config.width))
+        self.gate_up_proj = nn.Parameter(torch.empty(len(config.own), 2 * config.width, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(len(config.own), hidden_size, config.width))
 
 
 class ExpertScores(nn.Module):
@@ -44,7 +44,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.gate = ExpertScores(hidden_size, config.num_experts)
         self.experts = StackedExperts(hidden_size, config)
-        self.routing = Routing(config.top_k, renormalises=config.renormalises)
+        self.routing = Routing(config.top_k, renormalises=config.renormalises, held=config.held)
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
         ids_Tk, weights_Tk = route(linear(x_TE, self.gate.weight), self.routing)
@@ -65,19 +65,22 @@ class MixtureOfExperts(nn.Module):
         return ((num_experts, hidden_size),)
 
 
-def mixture_parts(name: str, parameter: torch.Tensor, architecture: str) -> dict[str, torch.Tensor]:
-    """Name in the checkpoint -> the part of the parameter `name` that it fills; none: it is of no mixture."""
-    layer, found, own = name.partition(".mlp.")
-    if not found or (own != "gate.weight" and not own.startswith("experts.")):
+def mixture_parts(name: str, parameter: torch.Tensor, architecture: str, own: range) -> dict[str, torch.Tensor]:
+    """Name in the checkpoint -> the part of the parameter `name` that it fills; none: it is of no mixture. `own`: the
+    experts that the parameter holds."""
+    layer, found, part_of = name.partition(".mlp.")
+    if not found or (part_of != "gate.weight" and not part_of.startswith("experts.")):
         return {}
     block, (gate, up, down) = MIXTRAL if architecture == "mixtral" else PLAIN
     block = f"model.{layer}.{block}"
-    if own == "gate.weight":
+    if part_of == "gate.weight":
         return {f"{block}.gate.weight": parameter}
     width = parameter.shape[1] // 2
-    parts = {gate: slice(0, width), up: slice(width, None)} if own == "experts.gate_up_proj" else {down: slice(None)}
+    parts = (
+        {gate: slice(0, width), up: slice(width, None)} if part_of == "experts.gate_up_proj" else {down: slice(None)}
+    )
     return {
-        f"{block}.experts.{expert}.{part}.weight": parameter[expert, rows]
-        for expert in range(len(parameter))
+        f"{block}.experts.{expert}.{part}.weight": matrix[rows]
+        for expert, matrix in zip(own, parameter, strict=True)
         for part, rows in parts.items()
     }

@@ -1,9 +1,10 @@
 """Which part of a model a rank of a tensor-parallel node holds. No torch.
 
-Query heads, MLP columns (of every expert, too) and vocabulary rows of the output matrix are shared out in equal runs.
-KV heads too; when there are fewer than ranks, neighbouring ranks hold copies of the same head. Each layer's output and
-down projections are cut along their inputs, so their products are parts of a sum over ranks (Megatron-LM, arXiv
-1909.08053). Embedding, norms and routers are whole everywhere.
+Query heads, MLP columns (of every expert, too) and vocabulary rows of the output matrix are shared out in equal runs;
+instead of experts' columns whole experts, where that is asked for, in runs that may differ by one. KV heads too; when
+there are fewer than ranks, neighbouring ranks hold copies of the same head. Each layer's output and down projections
+are cut along their inputs, so their products are parts of a sum over ranks (Megatron-LM, arXiv 1909.08053), as are
+those of some experts. Embedding, norms and routers are whole everywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tandem.engine.contracts.errors import ConfigError
-from tandem.engine.contracts.model_config import ModelConfig
+from tandem.engine.contracts.model_config import MixtureConfig, ModelConfig
 
 MIXTRALS = ("w1", "w2", "w3")  # its experts' gate, down and up
 
@@ -33,6 +34,7 @@ class Shard:
 
     rank: int
     size: int
+    expert_parallel: bool = False  # experts are shared out whole
 
     def config(self, config: ModelConfig) -> ModelConfig:
         """The model that this rank computes: its heads and MLP columns. Raises ConfigError when shares are unequal."""
@@ -44,8 +46,13 @@ class Shard:
             num_heads=config.num_heads // self.size,
             num_kv_heads=self.num_kv_heads(config.num_kv_heads),
             intermediate_size=config.intermediate_size // self.size,
-            mixture=mixture and msgspec.structs.replace(mixture, width=mixture.width // self.size),
+            mixture=mixture and self._own_experts(mixture),
         )
+
+    def _own_experts(self, mixture: MixtureConfig) -> MixtureConfig:
+        if self.expert_parallel:
+            return msgspec.structs.replace(mixture, held=self._run(mixture.num_experts))
+        return msgspec.structs.replace(mixture, width=mixture.width // self.size)
 
     def num_kv_heads(self, num_all: int) -> int:
         """How many of a model's KV heads each rank holds."""
@@ -64,6 +71,8 @@ class Shard:
             start, stop = self._kv_rows(config)
         elif part in ("gate_proj", "up_proj", "down_proj", *MIXTRALS):
             is_expert = config.mixture is not None and ".experts." in name
+            if is_expert and self.expert_parallel:
+                return None
             start, stop = self._run(config.mixture.width if is_expert and config.mixture else config.intermediate_size)
         elif part == "lm_head":
             start, stop = self.vocab(config)
@@ -78,8 +87,7 @@ class Shard:
         return self.rank == 0 or not name.endswith(("o_proj.bias", "down_proj.bias"))
 
     def _run(self, length: int) -> tuple[int, int]:
-        share = length // self.size
-        return self.rank * share, (self.rank + 1) * share
+        return self.rank * length // self.size, (self.rank + 1) * length // self.size
 
     def _kv_rows(self, config: ModelConfig) -> tuple[int, int]:
         heads = self.num_kv_heads(config.num_kv_heads)
@@ -87,13 +95,17 @@ class Shard:
         return first * config.head_dim, (first + heads) * config.head_dim
 
     def _check(self, config: ModelConfig) -> None:
-        shared_out = {
-            "query heads": config.num_heads,
-            "MLP columns": config.intermediate_size,
-            "vocabulary entries": config.vocab_size,
-        }
-        if config.mixture is not None:
-            shared_out["columns of an expert"] = config.mixture.width
+        mixture = config.mixture
+        shared_out = {"query heads": config.num_heads, "vocabulary entries": config.vocab_size}
+        if mixture is None or mixture.dense_layers:
+            shared_out["MLP columns"] = config.intermediate_size
+        if mixture is not None and not self.expert_parallel:
+            shared_out["columns of an expert (--enable-expert-parallel shares out whole experts)"] = mixture.width
+        if self.expert_parallel and (mixture is None or mixture.num_experts < self.size):
+            what = "no" if mixture is None else f"only {mixture.num_experts}"
+            raise ConfigError(
+                f"--enable-expert-parallel over {self.size} GPUs: the model has {what} experts; leave it out"
+            )
         for what, count in shared_out.items():
             if count % self.size:
                 raise ConfigError(f"--tensor-parallel-size {self.size} does not divide the model's {count} {what}")

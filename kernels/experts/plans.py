@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+NOT_HERE = -1  # an id: another rank has the expert
 MOST_FEW_TOKENS = 4  # that take the way without tensor cores; a guess
 SPARE = 1.5  # tiles have room for so many times the rows that an expert has on average; a guess
 TILES_M = (16, 32, 64, 128)  # pairs of a tile; a guess
@@ -20,7 +21,8 @@ class Routing:
     `scores`: of all experts together (softmax), or of each by itself (sigmoid). `renormalises`: weights of a token's
     experts are made to add up to 1. `groups`: neighbouring experts form so many; only those of the best `kept_groups`
     are chosen from (DeepSeek-V2, V3: arXiv 2405.04434, 2412.19437), by their best expert or, `by_pairs`, by the sum
-    of their two best. `factor`: weights are multiplied by it at last.
+    of their two best. `factor`: weights are multiplied by it at last. `held`: the first of the experts that are here,
+    and the one after the last (None: all); their ids count from the first, and others are NOT_HERE.
     """
 
     top_k: int
@@ -30,6 +32,7 @@ class Routing:
     kept_groups: int = 1
     by_pairs: bool = False
     factor: float = 1.0
+    held: tuple[int, int] | None = None
 
 
 class FewPlan(NamedTuple):

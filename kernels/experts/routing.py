@@ -13,7 +13,7 @@ def route(
     logits_TX: torch.Tensor, routing: Routing, bias_X: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """ids int32 [T, k] and weights fp32 [T, k], the best expert first; of equals that of the lowest id. `bias_X`: added
-    to scores where experts are compared, not where they count."""
+    to scores where experts are compared, not where they count. Of experts that aren't here the id is NOT_HERE."""
     if not is_fused(logits_TX) or not _is_served(logits_TX, routing):
         return twins.route(logits_TX, routing, bias_X)
     from tandem.kernels.triton_kernels.experts.route import route_triton
@@ -21,6 +21,7 @@ def route(
     return route_triton(
         logits_TX, routing.top_k, sigmoid=routing.scores == "sigmoid", renormalise=routing.renormalises,
         bias_X=bias_X, groups=(routing.groups, routing.kept_groups), by_pairs=routing.by_pairs, factor=routing.factor,
+        held=routing.held or (0, logits_TX.shape[1]),
     )  # fmt: skip
 
 

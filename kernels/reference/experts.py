@@ -8,13 +8,14 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tandem.kernels.experts.plans import Routing
+from tandem.kernels.experts.plans import NOT_HERE, Routing
 
 
 def route(
     logits_TX: torch.Tensor, routing: Routing, bias_X: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids int32 [T, k] and weights fp32 [T, k]: the best experts of each token, the best first."""
+    """ids int32 [T, k] and weights fp32 [T, k]: the best experts of each token, the best first; NOT_HERE for others
+    than those held."""
     logits = logits_TX.float()
     scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1)
     choice = scores if bias_X is None else scores + bias_X
@@ -27,6 +28,9 @@ def route(
     weights = scores.gather(1, ids)
     if routing.renormalises:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    if routing.held is not None:
+        first, end = routing.held
+        ids = torch.where((ids >= first) & (ids < end), ids - first, NOT_HERE)
     return ids.int(), weights * routing.factor
 
 
@@ -37,10 +41,10 @@ def mixture(
     gate_up_XGE: torch.Tensor,
     down_XEF: torch.Tensor,
 ) -> torch.Tensor:
-    """[T, E]: down(silu(gate) * up) of each token's experts, weighted and added up in the order of its choice. Asks the
-    host which experts were chosen."""
-    products_TkE = x_TE.new_empty(*ids_Tk.shape, down_XEF.shape[1], dtype=torch.float32)
-    for expert in ids_Tk.unique().tolist():
+    """[T, E]: down(silu(gate) * up) of each token's experts, weighted and added up in the order of its choice; experts
+    that aren't here add nothing. Asks the host which experts were chosen."""
+    products_TkE = x_TE.new_zeros(*ids_Tk.shape, down_XEF.shape[1], dtype=torch.float32)
+    for expert in ids_Tk[ids_Tk != NOT_HERE].unique().tolist():
         token, place = torch.where(ids_Tk == expert)
         gate, up = functional.linear(x_TE[token], gate_up_XGE[expert]).chunk(2, dim=-1)
         product = functional.linear(functional.silu(gate) * up, down_XEF[expert])

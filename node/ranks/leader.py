@@ -51,7 +51,7 @@ def start_ranks(options: NodeOptions) -> Ranks | None:
     if size < 1:
         raise ConfigError(f"--tensor-parallel-size {size}: give the number of GPUs of a node, 1 or more")
     folder = resolve_model(options.model.model, options.model.revision)
-    num_kv_heads = check_shares(folder, options.model, size)
+    num_kv_heads = check_shares(folder, options.model, shard_of(options, 0))
     if options.role != "unified" and num_kv_heads < size:
         raise ConfigError(
             f"--tensor-parallel-size {size} with a {options.role} node: ranks would hold copies of the model's "
@@ -64,6 +64,10 @@ def start_ranks(options: NodeOptions) -> Ranks | None:
                 f"--tensor-parallel-size {size}, but {available} GPUs are visible from index {options.device_index} on"
             )
     return Ranks(options)
+
+
+def shard_of(options: NodeOptions, rank: int) -> Shard:
+    return Shard(rank, options.tensor_parallel_size, options.enable_expert_parallel)
 
 
 def adapter_source(
@@ -89,7 +93,7 @@ class Ranks:
         """`on_death` is told which rank ended unasked, from a thread of its own; by default this process ends."""
         size = options.tensor_parallel_size
         store = make_store()
-        self.membership = Membership(Shard(0, size), store.port, store)
+        self.membership = Membership(shard_of(options, 0), store.port, store)
         # At once: other threads may wait for the device, which waits for the rank.
         self._on_death = on_death or end_process
         self._closing = threading.Event()

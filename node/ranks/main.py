@@ -41,9 +41,9 @@ def _run(commands: socket.socket) -> None:
     """The same steps as rank 0 (node/process.py): load, size the pool, then whatever is announced."""
     from tandem.engine.device.kv_pool import allocate_pool
     from tandem.engine.parallel.group import Membership
-    from tandem.engine.parallel.sharding import Shard
     from tandem.engine.running.runner import ModelRunner
     from tandem.node.ranks.channel import receive_command, receive_pool_file, receive_setup
+    from tandem.node.ranks.leader import shard_of
     from tandem.node.ranks.rank_adapters import AdapterFollower
     from tandem.node.ranks.shared_pool import map_in_rank, ranks_share_pool, ranks_show_pools
     from tandem.node.setup import load, size_pool, with_device_defaults
@@ -54,7 +54,7 @@ def _run(commands: socket.socket) -> None:
     start_log(setup.options.log_level, setup.options.log_format)
     name_process(f"{setup.options.node_id or setup.options.role} {setup.rank}")
     options = replace(setup.options, device_index=setup.options.device_index + setup.rank)
-    loaded = load(options, Membership(Shard(setup.rank, options.tensor_parallel_size), setup.port))
+    loaded = load(options, Membership(shard_of(options, setup.rank), setup.port))
     options = with_device_defaults(options, loaded.device)
     num_blocks = size_pool(loaded, options)
     max_model_len = min(loaded.max_model_len, num_blocks * options.cache.block_size)  # rank 0 says so

@@ -117,6 +117,22 @@ def test_a_prefix_is_pulled_from_another_number_of_ranks(nodes: Nodes, here: int
     check_greedy(tiny_model(MODEL), prompt, result.output(), 16)
 
 
+@pytest.mark.parametrize("shared", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
+def test_whole_experts_on_ranks_beside_all_on_one(shared: str) -> None:
+    """Of the role `shared` two ranks with half of the experts each; the other node has all."""
+    folder = tiny_model("qwen3_moe")
+    child = NodeChild((shared,), "shm", num_ranks=2, model="qwen3_moe", enable_expert_parallel=True)
+    one = Node(node_options("prefill" if shared == "decode" else "decode", folder, transport="shm", chunk=64))
+    infos = {info.role: info for info in (one.info, *child.infos)}
+    try:
+        outputs = run_all(infos["decode"], infos["prefill"], changed(GREEDY, max_tokens=16), "experts")
+        for length, tokens in zip(LENGTHS, outputs, strict=True):
+            check_greedy(folder, random_prompt(length, length), tokens, 16)
+    finally:
+        one.stop()
+        child.stop()
+
+
 def test_copies_of_heads_are_not_handed_over() -> None:
     options: NodeOptions = node_options("decode", tiny_model("llama_one_kv_head"), device="cpu", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="1 KV heads, which can't be handed over; give at most 1"):

@@ -1,8 +1,8 @@
 """An engine over some ranks in a process of its own: reads what to run from stdin, prints what came out, as JSON.
 
-Input: {"model", "sizes": [ranks of each engine, one after another], "num_blocks", "device", "dtype", "requests":
-[{"name", "prompt", "samples", fields of SamplingParams}], "rounds"}. Output, for each size: {"tokens": {name-sample:
-ids}, "ranks": ..., "num_cached", "num_preemptions"}.
+Input: {"model", "sizes": [ranks of each engine, one after another; negative: they hold whole experts], "num_blocks",
+"device", "dtype", "requests": [{"name", "prompt", "samples", fields of SamplingParams}], "rounds"}. Output, for each
+size: {"tokens": {name-sample: ids}, "ranks": ..., "num_cached", "num_preemptions"}.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def options_of(spec: dict[str, Any], size: int) -> NodeOptions:
         SchedulerOptions(max_num_seqs=16, max_num_batched_tokens=96, max_prefill_chunk=48),
         device=spec.get("device", "cpu"),
         num_threads=1,
-        tensor_parallel_size=size,
+        tensor_parallel_size=abs(size),
+        enable_expert_parallel=size < 0,
     )
 
 

@@ -26,7 +26,7 @@ from in_process_cluster import Client
 from real_cluster import RealCluster
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.process.watched import EXIT_FAULT
-from tiny_models import random_prompt, reference_greedy
+from tiny_models import check_greedy, random_prompt, reference_greedy, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,6 +81,21 @@ def test_greedy_against_fp32(dtype: str) -> None:
             check_against_reference(DEMO, prompt, result["tokens"][f"{turn}-{length}-0"], getattr(torch, dtype))
     assert len(result["tokens"]["1-drawn-0"]) == 16
     assert result["num_cached"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_whole_experts_on_ranks_make_the_tokens_of_one(dtype: str) -> None:
+    """Steps of few rows and of many, from graphs. In 16 bits only that they run: a rounding changes experts."""
+    folder = tiny_model("mixtral")
+    prompts = {n: random_prompt(n, seed=n) for n in (1, 5, 17, 90, 300)}
+    requests = [{"name": str(n), "prompt": prompt, "max_tokens": 32} for n, prompt in prompts.items()]
+    spec = {"model": folder, "dtype": dtype, "device": "cuda", "num_blocks": 256}
+    (result,) = run_in_child({**spec, "sizes": [-SIZES[-1]], "requests": requests})
+    for length, prompt in prompts.items():
+        tokens = result["tokens"][f"0-{length}-0"]
+        assert len(tokens) == 32
+        if dtype == "float32":
+            check_greedy(folder, prompt, tokens, 32)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tandem.kernels.triton_kernels.common import begin
 def few_gate_up_kernel(
     x,  # [T, K], strides (16 * x_row, 1)
     weight,  # [X, N, K], strides (16 * w_expert, 16 * w_row, 1)
-    ids,  # int32 [P]
+    ids,  # int32 [P]; below 0: an expert that isn't here, whose row of y is left as it is
     gain,  # [K], NORM: x is divided by its root mean square and multiplied with this
     y,  # [P, SIZE] contiguous
     x_row,
@@ -42,6 +42,8 @@ def few_gate_up_kernel(
     offsets = outputs.to(tl.int64)[:, None] * (w_row * 16) + columns[None, :]
     begin(PDL)
     expert = tl.load(ids + pair).to(tl.int64)
+    if expert < 0:
+        return
     gates = weight + expert * (w_expert * 16) + offsets
     ups = gates + up.to(tl.int64) * (w_row * 16)
     inputs = x + (pair // top_k).to(tl.int64) * (x_row * 16) + columns
@@ -72,7 +74,7 @@ def few_gate_up_kernel(
 def few_down_kernel(
     x,  # [T, TOP_K, K] contiguous
     weight,  # [X, SIZE, K], strides (16 * w_expert, 16 * w_row, 1)
-    ids,  # int32 [T, TOP_K]
+    ids,  # int32 [T, TOP_K]; below 0: an expert that isn't here adds nothing
     counts,  # fp32 [T, TOP_K]: what each expert's product is multiplied by
     y,  # [T, SIZE] contiguous
     w_row,
@@ -91,17 +93,19 @@ def few_down_kernel(
     columns = tl.arange(0, TILE_K)
     offsets = outputs.to(tl.int64)[:, None] * (w_row * 16) + columns[None, :]
     begin(PDL)
-    first = weight + tl.load(ids + token * TOP_K).to(tl.int64) * (w_expert * 16) + offsets
-    following = tl.load(first, cache_modifier=".cg")
+    next_expert = tl.load(ids + token * TOP_K).to(tl.int64)
+    first = weight + next_expert * (w_expert * 16) + offsets
+    following = tl.load(first, mask=next_expert >= 0, other=0.0, cache_modifier=".cg")
     sums = tl.zeros([TILE_N, TILE_K], tl.float32)
     for unit in tl.static_range(TOP_K * STEPS):
-        current = following
+        current, expert = following, next_expert
         if unit + 1 < TOP_K * STEPS:
-            expert = tl.load(ids + token * TOP_K + (unit + 1) // STEPS).to(tl.int64)
-            matrix = weight + expert * (w_expert * 16) + offsets
-            following = tl.load(matrix + (unit + 1) % STEPS * TILE_K, cache_modifier=".cg")
+            next_expert = tl.load(ids + token * TOP_K + (unit + 1) // STEPS).to(tl.int64)
+            matrix = weight + next_expert * (w_expert * 16) + offsets + (unit + 1) % STEPS * TILE_K
+            following = tl.load(matrix, mask=next_expert >= 0, other=0.0, cache_modifier=".cg")
         pair = token * TOP_K + unit // STEPS
-        values = tl.load(x + pair * (STEPS * TILE_K) + unit % STEPS * TILE_K + columns).to(tl.float32)
+        inputs = x + pair * (STEPS * TILE_K) + unit % STEPS * TILE_K + columns
+        values = tl.load(inputs, mask=expert >= 0, other=0.0).to(tl.float32)
         sums += current.to(tl.float32) * (values * tl.load(counts + pair))[None, :]
     total = tl.sum(sums, 1)
     if ADD:

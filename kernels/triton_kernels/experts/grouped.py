@@ -83,6 +83,7 @@ def grouped_kernel(
 @triton.jit
 def add_up_kernel(
     products,  # [T, TOP_K, N] contiguous
+    ids,  # int32 [T, TOP_K]; below 0: an expert that isn't here made no product
     y,  # [T, N] contiguous
     SIZE: tl.constexpr,  # N
     TOP_K: tl.constexpr,
@@ -97,5 +98,6 @@ def add_up_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for place in tl.static_range(TOP_K):
         at = products + (token * TOP_K + place) * SIZE + columns
-        total += tl.load(at, mask=within, other=0.0).to(tl.float32)
+        here = tl.load(ids + token * TOP_K + place) >= 0
+        total += tl.load(at, mask=within & here, other=0.0).to(tl.float32)
     tl.store(y + token * SIZE + columns, total.to(y.dtype.element_ty), mask=within)

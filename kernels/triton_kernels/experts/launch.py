@@ -60,7 +60,7 @@ def launch(
     _launch_grouped(plan.down, activated, down_XEF, order, tiles, weights_Tk, products, is_gated=False)
     block = min(1024, triton.next_power_of_2(hidden))
     add_up_kernel[(num_tokens, triton.cdiv(hidden, block))](
-        products, out, SIZE=hidden, TOP_K=ids_Tk.shape[1], BLOCK=block, num_warps=4, **overlap(device)
+        products, ids_Tk, out, SIZE=hidden, TOP_K=ids_Tk.shape[1], BLOCK=block, num_warps=4, **overlap(device)
     )
     return out
 

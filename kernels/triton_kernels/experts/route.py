@@ -39,14 +39,16 @@ def _in_best_groups(choice, GROUPS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.c
     return tl.where(kept[:, None] > 0, by_group, float("-inf")).reshape(GROUPS * SIZE)
 
 
-@triton.jit(do_not_specialize=["logits_row", "factor"])
+@triton.jit(do_not_specialize=["logits_row", "factor", "first", "end"])
 def route_kernel(
     logits,  # [T, X], strides (logits_row, 1)
     bias,  # fp32 [X]: added to scores when experts are chosen, not when they count
-    ids,  # int32 [T, TOP_K]
+    ids,  # int32 [T, TOP_K]: experts from `first` to `end`, counted from the first; -1: another
     weights,  # fp32 [T, TOP_K]
     logits_row,
     factor,
+    first,
+    end,
     NUM_EXPERTS: tl.constexpr,
     PADDED: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -86,7 +88,8 @@ def route_kernel(
         choice = tl.where(columns == expert, float("-inf"), choice)
     if RENORMALISE:
         counts = counts / (tl.sum(counts, 0) + 1e-20)
-    tl.store(ids + row * TOP_K + places, chosen, mask=places < TOP_K)
+    here = (chosen >= first) & (chosen < end)
+    tl.store(ids + row * TOP_K + places, tl.where(here, chosen - first, -1), mask=places < TOP_K)
     tl.store(weights + row * TOP_K + places, counts * factor, mask=places < TOP_K)
 
 
@@ -100,15 +103,16 @@ def route_triton(
     groups: tuple[int, int],
     by_pairs: bool,
     factor: float,
+    held: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """ids int32 [T, k], weights fp32 [T, k]. `groups`: (how many, how many are kept); their number and
-    size are powers of two."""
+    size are powers of two. `held`: the first expert that is here, and the one after the last."""
     num_tokens, num_experts = logits_TX.shape
     ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits_TX.device)
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits_TX.device)
     if num_tokens:
         route_kernel[(num_tokens,)](
-            logits_TX, logits_TX if bias_X is None else bias_X, ids, weights, logits_TX.stride(0), factor,
+            logits_TX, logits_TX if bias_X is None else bias_X, ids, weights, logits_TX.stride(0), factor, *held,
             NUM_EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts),
             TOP_K=top_k, TOP_K_PAD=triton.next_power_of_2(top_k),
             SIGMOID=sigmoid, HAS_BIAS=bias_X is not None, RENORMALISE=renormalise,

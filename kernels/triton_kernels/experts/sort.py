@@ -21,8 +21,8 @@ TILES: tl.constexpr = tl.constexpr(32)  # written at once
 
 @triton.jit(do_not_specialize=["num_pairs", "tile_m"])
 def sort_kernel(
-    ids,  # int32 [P]
-    order,  # int32 [P]: pairs, expert by expert
+    ids,  # int32 [P]; below 0: an expert that isn't here
+    order,  # int32 [P]: pairs of the experts here, expert by expert
     tiles,  # int32 [P // tile_m + X, 4]: expert, first place in `order`, number of pairs (0: no tile), 0
     num_pairs,
     tile_m,  # the most pairs of a tile
@@ -38,7 +38,7 @@ def sort_kernel(
     equal = tl.zeros([BLOCK], tl.int32)
     for first in range(0, num_pairs, BLOCK):
         chosen = tl.load(ids + first + places, mask=first + places < num_pairs, other=NO_EXPERT)
-        less += (chosen < expert).to(tl.int32)
+        less += ((chosen >= 0) & (chosen < expert)).to(tl.int32)
         equal += (chosen == expert).to(tl.int32)
     start, count = tl.sum(less, 0), tl.sum(equal, 0)
     base = start
@@ -50,6 +50,8 @@ def sort_kernel(
             base += tl.sum(mine, 0)
     first_tile = start // tile_m + expert
     end_tile = (start + count) // tile_m + expert + 1
+    if expert == tl.num_programs(0) - 1:
+        end_tile = num_pairs // tile_m + expert + 1  # those of pairs that aren't here, too
     for part in range(first_tile, end_tile, TILES):
         tile = part + tl.arange(0, TILES)
         done = (tile - first_tile) * tile_m

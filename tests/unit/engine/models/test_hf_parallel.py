@@ -93,7 +93,7 @@ def test_ranks_make_the_logits_of_the_whole_model(family: str, size: int, monkey
 
     threads = Threads(size)
     monkeypatch.setattr(loader, "_loaded", one_at_a_time)
-    check_shares(folder, ModelOptions(str(folder), model_impl="transformers"), size)
+    check_shares(folder, ModelOptions(str(folder), model_impl="transformers"), Shard(0, size))
     config = load_config(
         folder, ModelOptions(str(folder), model_impl="transformers")
     )  # here, for it sets torch's default dtype for a while
@@ -118,10 +118,10 @@ def test_ranks_make_the_logits_of_the_whole_model(family: str, size: int, monkey
 def test_a_model_without_a_plan_that_we_can_follow_is_refused(family: str) -> None:
     folder = tiny_hf_model(family)
     with pytest.raises(ConfigError, match=f"{family}.* can't be shared out: .*({REFUSED[family]})"):
-        check_shares(folder, ModelOptions(str(folder), model_impl="transformers"), 2)
+        check_shares(folder, ModelOptions(str(folder), model_impl="transformers"), Shard(0, 2))
 
 
 def test_shares_are_equal() -> None:
     folder = tiny_hf_model("gemma2")
     with pytest.raises(ConfigError, match="4 heads over 2 KV heads: no equal shares"):
-        check_shares(folder, ModelOptions(str(folder), model_impl="transformers"), 3)
+        check_shares(folder, ModelOptions(str(folder), model_impl="transformers"), Shard(0, 3))

@@ -76,9 +76,9 @@ def test_weights_made_smaller_at_load_are_within_the_formats_bound_and_in_half_t
 
 def test_ranks_that_would_cut_groups_apart_are_refused(tmp_path: Path) -> None:
     folder, _ = quantised_folders(tiny_model("llama"), tmp_path, "awq")
-    assert check_shares(folder, ModelOptions(str(folder)), 2) == 2
+    assert check_shares(folder, ModelOptions(str(folder)), Shard(0, 2)) == 2
     with pytest.raises(ConfigError, match="16 inputs of a quantised layer on each rank are no whole groups of 32"):
-        check_shares(folder, ModelOptions(str(folder)), 4)
+        check_shares(folder, ModelOptions(str(folder)), Shard(0, 4))
 
 
 @pytest.mark.parametrize("form", ["made", "awq"])

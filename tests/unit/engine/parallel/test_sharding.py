@@ -10,7 +10,7 @@ import torch
 
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import ConfigError
-from tandem.engine.contracts.model_config import ModelConfig, load_model_config
+from tandem.engine.contracts.model_config import MixtureConfig, ModelConfig, load_model_config
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.loader import load_model
 from tandem.engine.parallel.group import TensorParallel
@@ -22,6 +22,11 @@ CPU = torch.device("cpu")
 
 def config_of(kind: str = "llama") -> ModelConfig:
     return load_model_config(tiny_model(kind))
+
+
+def mixture_of(config: ModelConfig) -> MixtureConfig:
+    assert config.mixture is not None
+    return config.mixture
 
 
 def load(folder: Path, shard: Shard | None = None, load_format: str = "auto") -> DecoderModel:
@@ -97,3 +102,33 @@ def test_made_up_weights_do_not_depend_on_the_number_of_ranks() -> None:
     assert torch.equal(part.mlp.down_proj.weight, whole.mlp.down_proj.weight[:, 64:])
     q, k, v = whole.self_attn.qkv_proj.weight.split((64, 32, 32))
     assert torch.equal(part.self_attn.qkv_proj.weight, torch.cat((q[32:], k[16:], v[16:])))
+
+
+def test_whole_experts_are_shared_out_in_runs() -> None:
+    """In runs that differ by one where they must; of widths that are no equal shares, too."""
+    config = msgspec.structs.replace(config_of("mixtral"), num_heads=8, num_kv_heads=4)
+    config = msgspec.structs.replace(config, mixture=msgspec.structs.replace(mixture_of(config), width=50))
+    own = [mixture_of(Shard(rank, 4, True).config(config)) for rank in range(4)]
+    assert [list(each.own) for each in own] == [[0], [1, 2], [3], [4, 5]]
+    assert {(each.num_experts, each.width) for each in own} == {(6, 50)}
+    with pytest.raises(ConfigError, match=r"50 columns of an expert \(--enable-expert-parallel shares out whole"):
+        Shard(0, 4).config(config)
+
+
+@pytest.mark.parametrize(("kind", "size", "what"), [("llama", 2, "no experts"), ("mixtral", 8, "only 6 experts")])
+def test_experts_that_there_are_not_are_refused(kind: str, size: int, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"--enable-expert-parallel over {size} GPUs: the model has {what}; leave it"):
+        Shard(0, size, True).config(config_of(kind))
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_each_rank_reads_its_experts_whole(load_format: str) -> None:
+    """Beside its share of the layer that has a plain MLP."""
+    folder = tiny_model("qwen3_moe")
+    whole, *parts = (load(folder, shard, load_format) for shard in (None, Shard(0, 2, True), Shard(1, 2, True)))
+    for rank, part in enumerate(parts):
+        assert torch.equal(part.layers[0].mlp.gate.weight, whole.layers[0].mlp.gate.weight)
+        for name, matrices in whole.layers[0].mlp.experts.named_parameters():
+            assert torch.equal(getattr(part.layers[0].mlp.experts, name), matrices[3 * rank : 3 * rank + 3]), name
+    down = torch.cat([part.layers[1].mlp.down_proj.weight for part in parts], 1)
+    assert torch.equal(down, whole.layers[1].mlp.down_proj.weight)
