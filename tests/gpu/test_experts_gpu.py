@@ -12,7 +12,7 @@ from tandem.engine.contracts.model_config import MixtureConfig
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.models.mixture_layer import MixtureOfExperts
 from tandem.kernels.experts.mixture import mixture, run_plan, serves
-from tandem.kernels.experts.plans import MixtureSizes, Routing, every_plan
+from tandem.kernels.experts.plans import NOT_HERE, MixtureSizes, Routing, every_plan
 from tandem.kernels.experts.routing import route
 from tandem.kernels.products.fused_ops import rms_norm
 from tandem.kernels.reference import experts as twins
@@ -28,6 +28,7 @@ SHAPES = (MixtureSizes(128, 8, 2048, 768), MixtureSizes(8, 2, 1024, 3584), Mixtu
 ROUTINGS = (
     (Routing(8), 128, False),
     (Routing(2, renormalises=False), 6, False),
+    (Routing(8, held=(32, 96)), 128, False),
     (Routing(8, scores="sigmoid", groups=8, kept_groups=4, by_pairs=True, factor=2.5), 256, True),
     (Routing(6, renormalises=False, groups=8, kept_groups=3, factor=16.0), 64, False),
 )
@@ -36,12 +37,14 @@ Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def made(num_tokens: int, sizes: MixtureSizes, dtype: torch.dtype) -> Made:
-    """x, ids, weights, and the matrices. The last expert is chosen by nobody, the first by every other token."""
+    """x, ids, weights, and the matrices. The last expert is chosen by nobody, the first by every other token; the third
+    isn't here."""
     torch.manual_seed(num_tokens)
     x = torch.randn(num_tokens, sizes.hidden, device=CUDA, dtype=dtype)
     scores = torch.randn(num_tokens, sizes.num_experts, device=CUDA)
     scores[:, -1], scores[::2, 0] = -100.0, 100.0
     ids, weights = route(scores, Routing(sizes.top_k))
+    ids[ids == 2] = NOT_HERE
     gate_up = torch.randn(sizes.num_experts, 2 * sizes.width, sizes.hidden, device=CUDA, dtype=dtype)
     down = torch.randn(sizes.num_experts, sizes.hidden, sizes.width, device=CUDA, dtype=dtype)
     return x, ids, weights, gate_up * sizes.hidden**-0.5, down * sizes.width**-0.5
