@@ -2,6 +2,7 @@
 
 python benchmarks/experts.py              # us a layer by the shipped plans, and what each part of it takes
 python benchmarks/experts.py --sweep      # every plan worth trying, and the best of each product
+python benchmarks/experts.py --weights fp8-blocks    # weights of e4m3 with a scale a block of 128, fp8: an output
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 import torch
 from product_steps import measure_limits, random_matrix, replay_ms
 
-from tandem.kernels.experts.mixture import run_plan
+from tandem.kernels.experts.mixture import Stack, run_plan
 from tandem.kernels.experts.plans import (
     TILES_M,
     FewPlan,
@@ -26,7 +27,9 @@ from tandem.kernels.experts.plans import (
     grouped_plan,
 )
 from tandem.kernels.experts.routing import route
+from tandem.kernels.experts.stacked import empty_stacked
 from tandem.kernels.products.matmul import linear
+from tandem.kernels.products.quantised import quantise_rows
 from tandem.kernels.reference import experts as twins
 
 SHAPES = {
@@ -38,7 +41,9 @@ LADDER = (1, 8, 64, 256, 4096, 8192)
 LAYERS = 4  # with weights of their own, more than caches hold
 SHARED = 227 << 10  # bytes of a Hopper multiprocessor that a program can have
 
-Layer = tuple[torch.Tensor, torch.Tensor]
+FORMATS = {"bf16": (False, 0), "fp8": (True, 0), "fp8-blocks": (True, 128)}  # is_fp8, group
+
+Layer = tuple[Stack, Stack]
 # tile_n, tile_k, stages, warps of plans worth trying, of gate and up, and of down.
 FEW_ROWS = (
     ((64, 128, 3, 4), (64, 128, 2, 4), (64, 64, 4, 4), (64, 64, 6, 4), (128, 64, 3, 8), (64, 256, 2, 4)),
@@ -52,18 +57,35 @@ ONE_ROW = (
     ((4, 2048, 4), (2, 2048, 4), (8, 1024, 4), (4, 1024, 4), (2, 2048, 2), (4, 2048, 8), (8, 512, 4)),
     ((8, 256, 4), (4, 256, 4), (4, 256, 2), (16, 256, 4), (16, 256, 8), (8, 256, 2), (4, 128, 2)),
 )
+# The same of e4m3.
+FP8_FEW_ROWS = (
+    ((64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 6, 4), (64, 64, 6, 4), (128, 128, 3, 8)),
+    ((128, 128, 3, 4), (128, 128, 5, 4), (64, 128, 4, 4), (64, 128, 6, 4), (128, 64, 6, 4)),
+)
+FP8_MANY_ROWS = (
+    ((128, 128, 3, 8), (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 3, 8), (128, 64, 4, 8)),
+    ((128, 128, 3, 8), (128, 128, 4, 8), (128, 128, 3, 4), (64, 128, 4, 4)),
+)
+FP8_ONE_ROW = (
+    ((4, 2048, 4), (8, 2048, 4), (8, 1024, 4), (16, 1024, 4), (4, 2048, 2), (8, 2048, 8)),
+    ((8, 256, 4), (16, 256, 4), (32, 256, 4), (16, 256, 2), (8, 256, 2), (4, 256, 1)),
+)
 
 
 def candidates(base: MixturePlan, sizes: MixtureSizes) -> list[list[FewPlan | GroupedPlan]]:
     """Plans worth trying, of both products."""
     if isinstance(base.gate_up, FewPlan):
         inputs = (sizes.hidden, sizes.width)
-        return [[FewPlan(*each) for each in some if k % each[1] == 0] for some, k in zip(ONE_ROW, inputs, strict=True)]
+        tried = FP8_ONE_ROW if sizes.is_fp8 else ONE_ROW
+        return [[FewPlan(*each) for each in some if k % each[1] == 0] for some, k in zip(tried, inputs, strict=True)]
     tile_m, found = base.gate_up.tile_m, []
-    for some, matrices, k in zip(
-        FEW_ROWS if tile_m <= 32 else MANY_ROWS, (2, 1), (sizes.hidden, sizes.width), strict=True
-    ):
-        fits = [each for each in some if each[2] * each[1] * 2 * (matrices * each[0] + tile_m) <= SHARED]
+    few, many = (FP8_FEW_ROWS, FP8_MANY_ROWS) if sizes.is_fp8 else (FEW_ROWS, MANY_ROWS)
+    row_bytes = tile_m * (1 if base.rounded else sizes.element_bytes)
+    for some, matrices, k in zip(few if tile_m <= 32 else many, (2, 1), (sizes.hidden, sizes.width), strict=True):
+        fits = [
+            each for each in some
+            if each[2] * each[1] * (sizes.weight_bytes * matrices * each[0] + row_bytes) <= SHARED
+        ]  # fmt: skip
         found.append([GroupedPlan(n, tile_m, tk, stages, warps) for n, tk, stages, warps in fits if k % tk == 0])
     return found
 
@@ -74,7 +96,11 @@ def bases(num_tokens: int, sizes: MixtureSizes) -> list[MixturePlan]:
     mean = num_tokens * sizes.top_k / sizes.num_experts
     tiles = [tile for tile in TILES_M if mean / 2 <= tile <= max(16, 8 * mean)] or [TILES_M[-1]]
     others = [few_plan(sizes)] if num_tokens <= 16 else []
-    others += [grouped_plan(tile, sizes) for tile in tiles[:3]]
+    if not sizes.is_fp8:
+        others += [grouped_plan(tile, sizes) for tile in tiles[:3]]
+    elif num_tokens > 1:
+        base = grouped_plan(tiles[0], sizes)
+        others += [base, base and base._replace(rounded=False)]
     return list(dict.fromkeys(plan for plan in (shipped, *others) if plan is not None))
 
 
@@ -87,13 +113,28 @@ def made(num_tokens: int, sizes: MixtureSizes) -> tuple[torch.Tensor, torch.Tens
 
 def layers_of(sizes: MixtureSizes, count: int = LAYERS) -> list[Layer]:
     shapes = (sizes.num_experts, 2 * sizes.width, sizes.hidden), (sizes.num_experts, sizes.hidden, sizes.width)
-    return [tuple(random_matrix(x * n, k).view(x, n, k) for x, n, k in shapes) for _ in range(count)]  # type: ignore[misc]
+    return [(_stack(*shapes[0], sizes), _stack(*shapes[1], sizes)) for _ in range(count)]
+
+
+def _stack(num_experts: int, num_outputs: int, num_inputs: int, sizes: MixtureSizes) -> Stack:
+    plain = random_matrix(num_experts * num_outputs, num_inputs).view(num_experts, num_outputs, num_inputs)
+    if not sizes.is_fp8:
+        return plain
+    made = empty_stacked(num_experts, num_outputs, num_inputs, sizes.group, "cuda")
+    made.values.copy_(plain.mul_(20))
+    made.scales.uniform_(0.03, 0.07)
+    return made
+
+
+def rounded(rows: torch.Tensor) -> torch.Tensor:
+    values, scales = quantise_rows(rows.bfloat16())
+    return values.float() * scales
 
 
 def compile_plan(case: tuple[MixturePlan, MixtureSizes]) -> str:
     """Runs a small mixture, so that its kernels lie in Triton's cache; -> why it can't be used, or ''."""
     plan, sizes = case
-    few = sizes._replace(num_experts=sizes.top_k)
+    few = sizes._replace(num_experts=sizes.top_k)  # as many as a token takes
     try:
         x, ids, weights = made(3, few)
         run_plan(plan, x, ids, weights, *layers_of(few, 1)[0])
@@ -115,12 +156,13 @@ def report(num_tokens: int, sizes: MixtureSizes, layers: list[Layer], copied: fl
     router = random_matrix(sizes.num_experts, sizes.hidden)
     time = microseconds(lambda layer: run_plan(plan, x, ids, weights, *layer), layers)
     routing = microseconds(lambda layer: route(linear(x, router), Routing(sizes.top_k)), layers)
-    bytes_read = 6 * sizes.hidden * sizes.width * len(ids.unique())
+    bytes_read = 3 * sizes.weight_bytes * sizes.hidden * sizes.width * len(ids.unique())
     operations = 6 * sizes.hidden * sizes.width * ids.numel()
     error = float("nan")
     if num_tokens <= 256:
         out = run_plan(plan, x, ids, weights, *layers[0])
-        exact = twins.mixture(x.float(), ids, weights, *(each.float() for each in layers[0]))
+        exact_layer = [each.float() if isinstance(each, torch.Tensor) else each for each in layers[0]]
+        exact = twins.mixture(x.float(), ids, weights, *exact_layer, *((rounded,) if plan.rounded else ()))
         error = ((out.float() - exact).norm() / exact.norm()).item()
         assert torch.equal(out, run_plan(plan, x, ids, weights, *layers[0])), "not the same twice"
     rate, floor = bytes_read / time / 1e6, bytes_read / copied * 1e6
@@ -155,11 +197,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
+    parser.add_argument("--weights", choices=FORMATS, default="bf16")
     parser.add_argument("--rows", type=int, nargs="+", default=LADDER)
     options = parser.parse_args()
-    sizes = SHAPES[options.shape]
+    is_fp8, group = FORMATS[options.weights]
+    sizes = SHAPES[options.shape]._replace(is_fp8=is_fp8, group=group)
     copied, rate = measure_limits()
-    print(f"{options.shape}: copy {copied / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s", flush=True)
+    print(
+        f"{options.shape}, {options.weights}: copy {copied / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s",
+        flush=True,
+    )
     reasons: dict[MixturePlan, str] = {}
     if options.sweep:
         every = {base for rows in options.rows for base in bases(rows, sizes)}

@@ -47,8 +47,11 @@ def load_config(folder: Path, options: ModelOptions) -> ModelConfig | HFConfig:
 def _with_quantisation(config: ModelConfig, asked: str) -> ModelConfig:
     """Raises ConfigError where the checkpoint is not what the option says."""
     found = config.quantisation
-    if config.mixture is not None and (found is not None or asked != "auto"):
-        raise ConfigError("quantised experts are not supported: use a checkpoint in bf16, and leave --quantization out")
+    if config.mixture is not None and found is not None and found.bits != 8:
+        raise ConfigError(
+            f"experts of {found.bits} bits ({found.method}) are not supported: use a checkpoint in fp8, or one in bf16 "
+            "with --quantization fp8"
+        )
     if asked == "auto" or (found is not None and asked == found.method):
         return config
     if asked == "fp8" and found is None:
@@ -80,7 +83,8 @@ def check_shares(folder: Path, options: ModelOptions, shard: Shard) -> int:
     config, size = load_config(folder, options), shard.size
     if isinstance(config, ModelConfig):
         own, how = shard.config(config), config.quantisation
-        for inputs in (own.num_heads * own.head_dim, own.intermediate_size):
+        widths = [own.intermediate_size] if own.mixture is None else [own.intermediate_size, own.mixture.width]
+        for inputs in (own.num_heads * own.head_dim, *widths):
             if how is not None and size > 1 and inputs % how.least_inputs:
                 raise ConfigError(
                     f"--tensor-parallel-size {size}: {inputs} inputs of a quantised layer on each rank are no whole "

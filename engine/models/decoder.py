@@ -18,7 +18,7 @@ from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.contracts.weights.quantisation import Quantisation
 from tandem.engine.models.adapter_sites import Site, decoder_sites
 from tandem.engine.models.compiled import compiled
-from tandem.engine.models.mixture_layer import MixtureOfExperts
+from tandem.engine.models.mixture_layer import MixtureOfExperts, StackedExperts
 from tandem.engine.models.rope import RotaryEmbedding
 from tandem.engine.models.stored_layers import empty_weight
 from tandem.engine.parallel.group import TensorParallel
@@ -325,6 +325,8 @@ class DecoderModel(nn.Module):
     def _quantise(self, how: Quantisation, scale_dtype: torch.dtype, device: torch.device | str) -> None:
         """Gives the layers' products quantised weights, uninitialised. Raises ConfigError for sizes that have none."""
         for name, module in self.layers.named_modules():
+            if isinstance(module, StackedExperts):
+                module.quantise(how, f"layers.{name}", self.config.architecture, device)
             if not isinstance(module, Linear) or how.leaves_out_merged(f"model.layers.{name}"):
                 continue
             try:

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from tandem.engine.contracts.model_config import MixtureConfig
-from tandem.kernels.experts.mixture import add_mixture, mixture, takes_few
+from tandem.engine.contracts.weights.quantisation import Quantisation
+from tandem.kernels.experts.mixture import Stack, add_mixture, mixture, takes_few
 from tandem.kernels.experts.plans import Routing
 from tandem.kernels.experts.routing import route
+from tandem.kernels.experts.stacked import StackedWeight, empty_stacked
 from tandem.kernels.products import few_rows
 from tandem.kernels.products.matmul import linear
 
@@ -23,10 +25,30 @@ MIXTRAL = ("block_sparse_moe", ("w1", "w3", "w2"))
 class StackedExperts(nn.Module):
     """The matrices of all experts. In a group those of this rank: a share of every expert's width, or whole experts."""
 
+    gate_up_proj: Stack
+    down_proj: Stack
+
     def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(len(config.own), 2 * config.width, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(len(config.own), hidden_size, config.width))
+
+    def quantise(self, how: Quantisation, module: str, architecture: str, device: torch.device | str) -> None:
+        """Makes room for quantised matrices in place of the parameters, unless the checkpoint leaves them as they are:
+        what it says of the first expert counts for all. `module`: the name of this one. Raises ConfigError."""
+        shapes = {name: getattr(self, name).shape for name in ("gate_up_proj", "down_proj")}
+        first = [expert_layers(f"{module}.{name}", shape[1], range(1), architecture) for name, shape in shapes.items()]
+        if how.leaves_out_all(name for names in first for name in names):
+            return
+        for name, shape in shapes.items():
+            delattr(self, name)
+            num_experts, num_outputs, num_inputs = shape
+            setattr(self, name, empty_stacked(num_experts, num_outputs, num_inputs, how.group, device))
+
+    def quantised(self) -> dict[str, StackedWeight]:
+        """Own name -> matrices of all experts, where they are quantised."""
+        both = {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
+        return {name: each for name, each in both.items() if isinstance(each, StackedWeight)}
 
 
 class ExpertScores(nn.Module):
@@ -59,28 +81,35 @@ class MixtureOfExperts(nn.Module):
 
     def few_rows_products(self) -> tuple[tuple[int, int], ...]:
         """(outputs, inputs) of `forward_few_rows`'s product that isn't over experts; none if it can't be called."""
-        if not takes_few(self.routing.top_k, self.experts.gate_up_proj, self.experts.down_proj):
+        if not takes_few(self.gate.weight[:1], self.routing.top_k, self.experts.gate_up_proj, self.experts.down_proj):
             return ()
         num_experts, hidden_size = self.gate.weight.shape
         return ((num_experts, hidden_size),)
+
+
+def expert_layers(name: str, num_rows: int, own: range, architecture: str) -> dict[str, tuple[int, int, int]]:
+    """Name of an expert's product in the checkpoint -> (which of `own`, first row, last row + 1) of it in the matrices
+    `name`, of so many rows an expert."""
+    layer, _, matrix = name.partition(".mlp.experts.")
+    block, (gate, up, down) = MIXTRAL if architecture == "mixtral" else PLAIN
+    half, is_both = num_rows // 2, matrix == "gate_up_proj"
+    runs = {gate: (0, half), up: (half, num_rows)} if is_both else {down: (0, num_rows)}
+    return {
+        f"model.{layer}.{block}.experts.{expert}.{part}": (place, *run)
+        for place, expert in enumerate(own)
+        for part, run in runs.items()
+    }
 
 
 def mixture_parts(name: str, parameter: torch.Tensor, architecture: str, own: range) -> dict[str, torch.Tensor]:
     """Name in the checkpoint -> the part of the parameter `name` that it fills; none: it is of no mixture. `own`: the
     experts that the parameter holds."""
     layer, found, part_of = name.partition(".mlp.")
-    if not found or (part_of != "gate.weight" and not part_of.startswith("experts.")):
+    if found and part_of == "gate.weight":
+        block, _ = MIXTRAL if architecture == "mixtral" else PLAIN
+        return {f"model.{layer}.{block}.gate.weight": parameter}
+    if not found or not part_of.startswith("experts."):
         return {}
-    block, (gate, up, down) = MIXTRAL if architecture == "mixtral" else PLAIN
-    block = f"model.{layer}.{block}"
-    if part_of == "gate.weight":
-        return {f"{block}.gate.weight": parameter}
-    width = parameter.shape[1] // 2
-    parts = (
-        {gate: slice(0, width), up: slice(width, None)} if part_of == "experts.gate_up_proj" else {down: slice(None)}
-    )
-    return {
-        f"{block}.experts.{expert}.{part}.weight": matrix[rows]
-        for expert, matrix in zip(own, parameter, strict=True)
-        for part, rows in parts.items()
-    }
+    assert len(own) == len(parameter), f"{name} has {len(parameter)} experts, not {own}"
+    layers = expert_layers(name, parameter.shape[1], own, architecture)
+    return {f"{part}.weight": parameter[place, start:stop] for part, (place, start, stop) in layers.items()}

@@ -12,9 +12,11 @@ from tandem.engine.contracts.errors import CheckpointError, ConfigError
 from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.models import dummy_weights
 from tandem.engine.models.decoder import DecoderModel, Linear
+from tandem.engine.models.mixture_layer import StackedExperts, expert_layers
 from tandem.engine.models.stored_layers import made_of, needed_tensors, weight_of
 from tandem.engine.models.weights import Needed, StoredTensor
 from tandem.engine.parallel.sharding import Shard
+from tandem.kernels.experts.stacked import StackedWeight
 from tandem.kernels.products.quantised_weight import QuantisedWeight
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -40,8 +42,12 @@ def layers_of(model: DecoderModel) -> dict[str, QuantisedWeight]:
     config = model.config if model.group is None else model.group.shard.config(model.config)
     found = {}
     for name, weight in _quantised(model):
-        for part, (start, stop) in part_rows(name, weight.shape[0], config).items():
-            found[part] = weight.rows(start, stop)
+        if isinstance(weight, StackedWeight):
+            for part, run in _expert_layers(name, weight, config).items():
+                found[part] = weight.rows(*run)
+        else:
+            for part, (start, stop) in part_rows(name, weight.shape[0], config).items():
+                found[part] = weight.rows(start, stop)
     return found
 
 
@@ -96,16 +102,33 @@ def fill_with_noise(model: DecoderModel, whole: DecoderModel, dtype: torch.dtype
     shard, layers = Shard(0, 1) if model.group is None else model.group.shard, layers_of(model)
     for name, weight in _quantised(whole):
         noise = torch.empty(weight.shape, dtype=dtype, device=device)
-        dummy_weights.fill_with_noise(f"{name}.weight", noise)
-        for layer, (start, stop) in part_rows(name, len(noise), config).items():
+        if isinstance(weight, StackedWeight):
+            dummy_weights.fill_with_noise(name, noise)
+            runs = _expert_layers(name, weight, config).items()
+            parts = {part: noise[place, start:stop] for part, (place, start, stop) in runs}
+        else:
+            dummy_weights.fill_with_noise(f"{name}.weight", noise)
+            parts = {part: noise[slice(*run)] for part, run in part_rows(name, len(noise), config).items()}
+        for layer, plain in parts.items():
+            if layer not in layers:
+                continue  # an expert of another rank
             own = layers[layer]
-            own.copy_(_cut(made_of(how, noise[start:stop], own.scales.dtype), layer, config, shard))
+            own.copy_(_cut(made_of(how, plain, own.scales.dtype), layer, config, shard))
 
 
-def _quantised(model: DecoderModel) -> Iterator[tuple[str, QuantisedWeight]]:
+def _expert_layers(name: str, weight: StackedWeight, config: ModelConfig) -> dict[str, tuple[int, int, int]]:
+    assert config.mixture is not None, f"{name} of a model without experts"
+    return expert_layers(name, weight.shape[1], config.mixture.own, config.architecture)
+
+
+def _quantised(model: DecoderModel) -> Iterator[tuple[str, QuantisedWeight | StackedWeight]]:
+    """Linear layers by their names, matrices of experts by those of the parameters that they stand for."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.quantised is not None:
             yield name, module.quantised
+        elif isinstance(module, StackedExperts):
+            for own, weight in module.quantised().items():
+                yield f"{name}.{own}", weight
 
 
 def _cut(weight: QuantisedWeight, layer: str, config: ModelConfig, shard: Shard) -> QuantisedWeight:

@@ -13,26 +13,31 @@ import torch
 from torch.nn import functional
 
 from tandem.kernels.experts.plans import NOT_HERE, MixturePlan, MixtureSizes, choose_plan, every_plan, few_plan
+from tandem.kernels.experts.stacked import StackedWeight, empty_stacked
 from tandem.kernels.products import product_trials
 from tandem.kernels.products.fused_ops import is_fused
+from tandem.kernels.products.quantised import quantise_rows
 from tandem.kernels.reference import experts as twins
 
 TRIAL_EXPERTS = 3  # a guess
+ROUNDED_TOLERANCE = 3e-2  # two numbers that hardly differ may be rounded apart, by an eighth; a guess
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+Stack = torch.Tensor | StackedWeight  # all experts' matrices
 
 
 def mixture(
     x_TE: torch.Tensor,
     ids_Tk: torch.Tensor,
     weights_Tk: torch.Tensor,
-    gate_up_XGE: torch.Tensor,
-    down_XEF: torch.Tensor,
+    gate_up_XGE: Stack,
+    down_XEF: Stack,
 ) -> torch.Tensor:
     """[T, E] of x's type. `ids_Tk` int32, `weights_Tk` fp32: each token's experts and what they count. Matrices are
     [X, 2 F, E], gate's outputs before up's, and [X, E, F]. NOT_HERE among the ids adds nothing."""
     if not serves(x_TE, ids_Tk, gate_up_XGE, down_XEF):
         return twins.mixture(x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF)
-    plan = choose_plan(len(x_TE), _sizes(ids_Tk, down_XEF))
+    plan = choose_plan(len(x_TE), _sizes(x_TE, ids_Tk, down_XEF))
     assert plan is not None
     return run_plan(plan, x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF)
 
@@ -42,30 +47,34 @@ def add_mixture(
     norm: tuple[torch.Tensor, float],
     ids_Tk: torch.Tensor,
     weights_Tk: torch.Tensor,
-    gate_up_XGE: torch.Tensor,
-    down_XEF: torch.Tensor,
+    gate_up_XGE: Stack,
+    down_XEF: Stack,
 ) -> None:
     """residual += the mixture of the residual normalised, in place and in two launches, for as few tokens as
     `takes_few` says. `norm`: gain [E] and epsilon; statistics and result in fp32."""
-    plan = few_plan(_sizes(ids_Tk, down_XEF))
+    plan = few_plan(_sizes(residual_TE, ids_Tk, down_XEF))
     assert plan is not None, "ask `takes_few` first"
     run_plan(plan, residual_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF, norm)
 
 
-def takes_few(top_k: int, gate_up_XGE: torch.Tensor, down_XEF: torch.Tensor) -> bool:
-    """Whether `add_mixture` serves up to MOST_FEW_TOKENS tokens over these matrices."""
-    x, ids = gate_up_XGE[0, :1], torch.zeros(1, top_k, dtype=torch.int32, device=gate_up_XGE.device)
-    return few_plan(_sizes(ids, down_XEF)) is not None and serves(x, ids, gate_up_XGE, down_XEF)
+def takes_few(x_TE: torch.Tensor, top_k: int, gate_up_XGE: Stack, down_XEF: Stack) -> bool:
+    """Whether `add_mixture` serves up to MOST_FEW_TOKENS tokens like these over these matrices."""
+    ids = torch.zeros(1, top_k, dtype=torch.int32, device=x_TE.device)
+    return few_plan(_sizes(x_TE, ids, down_XEF)) is not None and serves(x_TE, ids, gate_up_XGE, down_XEF)
 
 
-def serves(x_TE: torch.Tensor, ids_Tk: torch.Tensor, gate_up_XGE: torch.Tensor, down_XEF: torch.Tensor) -> bool:
+def serves(x_TE: torch.Tensor, ids_Tk: torch.Tensor, gate_up_XGE: Stack, down_XEF: Stack) -> bool:
     """Whether the kernels serve, for any number of tokens. When first asked for such matrices all kernels that a number
     of tokens may take are compiled and tried, which can't be while a graph is captured: RuntimeError."""
     if not is_fused(x_TE) or not len(x_TE) or x_TE.dtype not in DTYPES:
         return False
-    if not x_TE.dtype == gate_up_XGE.dtype == down_XEF.dtype or not _are_aligned(x_TE, gate_up_XGE, down_XEF):
+    values = [each.values if isinstance(each, StackedWeight) else each for each in (gate_up_XGE, down_XEF)]
+    if isinstance(down_XEF, StackedWeight):
+        if torch.cuda.get_device_capability(x_TE.device) < (8, 9):  # which have no e4m3
+            return False
+    elif any(each.dtype != x_TE.dtype for each in values):
         return False
-    return _are_right(_sizes(ids_Tk, down_XEF), x_TE.dtype, x_TE.device)
+    return _are_aligned(x_TE, *values) and _are_right(_sizes(x_TE, ids_Tk, down_XEF), x_TE.dtype, x_TE.device)
 
 
 def run_plan(
@@ -73,8 +82,8 @@ def run_plan(
     x_TE: torch.Tensor,
     ids_Tk: torch.Tensor,
     weights_Tk: torch.Tensor,
-    gate_up_XGE: torch.Tensor,
-    down_XEF: torch.Tensor,
+    gate_up_XGE: Stack,
+    down_XEF: Stack,
     norm: tuple[torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
     """The mixture by a given plan: for tuning and tests. `norm`: as `add_mixture`, by a few rows' plan. Needs a GPU."""
@@ -83,9 +92,10 @@ def run_plan(
     return launch(plan, x_TE, ids_Tk.contiguous(), weights_Tk.float().contiguous(), gate_up_XGE, down_XEF, norm)
 
 
-def _sizes(ids_Tk: torch.Tensor, down_XEF: torch.Tensor) -> MixtureSizes:
+def _sizes(x_TE: torch.Tensor, ids_Tk: torch.Tensor, down_XEF: Stack) -> MixtureSizes:
     num_experts, hidden, width = down_XEF.shape
-    return MixtureSizes(num_experts, ids_Tk.shape[1], hidden, width, down_XEF.element_size())
+    sizes = MixtureSizes(num_experts, ids_Tk.shape[1], hidden, width, x_TE.element_size())
+    return sizes._replace(is_fp8=True, group=down_XEF.group) if isinstance(down_XEF, StackedWeight) else sizes
 
 
 def _are_aligned(*tensors: torch.Tensor) -> bool:
@@ -103,31 +113,60 @@ def _are_right(sizes: MixtureSizes, dtype: torch.dtype, device: torch.device) ->
     if not plans or choose_plan(1 << 20, sizes) is None:
         return False
     few = min(TRIAL_EXPERTS, sizes.num_experts)
-    gate_up = product_trials.random_matrix(few * 2 * sizes.width, sizes.hidden, dtype, device, 1)
-    down = product_trials.random_matrix(few * sizes.hidden, sizes.width, dtype, device, 2)
-    gate_up, down = gate_up.view(few, 2 * sizes.width, sizes.hidden), down.view(few, sizes.hidden, sizes.width)
+    gate_up = _random_stack(few, 2 * sizes.width, sizes.hidden, sizes, dtype, device, 1)
+    down = _random_stack(few, sizes.hidden, sizes.width, sizes, dtype, device, 2)
     x = product_trials.random_matrix(19, sizes.hidden, dtype, device, 3) * 20
     pairs = torch.arange(19 * sizes.top_k, dtype=torch.int32, device=device).view(19, -1)
     ids = torch.where(pairs % 5 == 4, NOT_HERE, pairs % max(1, few - 1))
     weights = torch.rand(ids.shape, device=device) + 0.5
     gain = 1 + x[0] / 8
+    exact = torch.float32 if sizes.is_fp8 else dtype  # in which the twin computes
 
     def added() -> torch.Tensor:
         few_rows = x.clone()
         add_mixture(few_rows, (gain, 1e-6), ids, weights, gate_up, down)
         return few_rows
 
-    if few_plan(sizes) is not None and not product_trials.passes(
-        "a mixture of experts, added",
-        added,
-        lambda: x + twins.mixture(functional.rms_norm(x, (sizes.hidden,), gain, 1e-6), ids, weights, gate_up, down),
-    ):
+    def expected_sum() -> torch.Tensor:
+        normed = functional.rms_norm(x.to(exact), (sizes.hidden,), gain.to(exact), 1e-6)
+        return x + twins.mixture(normed, ids, weights, gate_up, down)
+
+    def rounded(rows: torch.Tensor) -> torch.Tensor:
+        values, scales = quantise_rows(rows.to(dtype))
+        return values.float() * scales
+
+    def expected(plan: MixturePlan) -> torch.Tensor:
+        more = (rounded,) if plan.rounded else ()
+        return twins.mixture(x.to(exact), ids, weights, gate_up, down, *more)
+
+    if few_plan(sizes) is not None and not product_trials.passes("a mixture of experts, added", added, expected_sum):
         return False
     return all(
         product_trials.passes(
             f"a mixture of experts by {plan}",
             functools.partial(run_plan, plan, x, ids, weights, gate_up, down),
-            functools.partial(twins.mixture, x, ids, weights, gate_up, down),
+            functools.partial(expected, plan),
+            ROUNDED_TOLERANCE if plan.rounded else product_trials.TOLERANCE,
         )
         for plan in plans
     )
+
+
+def _random_stack(
+    num_experts: int,
+    num_outputs: int,
+    num_inputs: int,
+    sizes: MixtureSizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> Stack:
+    """Matrices as those of a mixture of these sizes are stored. Scales differ by output and group."""
+    matrix = product_trials.random_matrix(num_experts * num_outputs, num_inputs, dtype, device, seed)
+    stack = matrix.view(num_experts, num_outputs, num_inputs)
+    if not sizes.is_fp8:
+        return stack
+    made = empty_stacked(num_experts, num_outputs, num_inputs, sizes.group, device)
+    made.scales.uniform_(0.5, 1.5)
+    made.values.copy_(stack)
+    return made

@@ -54,21 +54,30 @@ class GroupedPlan(NamedTuple):
 
 
 class MixtureSizes(NamedTuple):
-    """What a mixture's matrices are: gate and up [num_experts, 2 * width, hidden], down [num_experts, hidden, width],
-    of elements of so many bytes."""
+    """What a mixture's matrices are: gate and up [num_experts, 2 * width, hidden], down [num_experts, hidden, width].
+    Activations are of `element_bytes`; weights too, or if `is_fp8` of one, of which `group` inputs (0: all) share a
+    scale."""
 
     num_experts: int
     top_k: int
     hidden: int
     width: int
     element_bytes: int = 2
+    is_fp8: bool = False
+    group: int = 0
+
+    @property
+    def weight_bytes(self) -> int:
+        return 1 if self.is_fp8 else self.element_bytes
 
 
 class MixturePlan(NamedTuple):
-    """Both products': FewPlans, or GroupedPlans of one `tile_m`."""
+    """Both products': FewPlans, or GroupedPlans of one `tile_m`. `rounded`: activations become e4m3, for fp8
+    products."""
 
     gate_up: FewPlan | GroupedPlan
     down: FewPlan | GroupedPlan
+    rounded: bool = False
 
 
 def _largest(size: int, tiles: tuple[int, ...]) -> int:
@@ -93,30 +102,40 @@ def every_plan(sizes: MixtureSizes) -> tuple[MixturePlan, ...]:
 
 
 def few_plan(sizes: MixtureSizes) -> MixturePlan | None:
-    gate_up = _few(sizes.width, sizes.hidden, 4, 2048)
-    down = _few(sizes.hidden, sizes.width, 8, 1024)
+    gate_up = _few(sizes.width, sizes.hidden, 4, 2048, sizes.group)
+    down = _few(sizes.hidden, sizes.width, 8, 1024, sizes.group)
     return None if gate_up is None or down is None else MixturePlan(gate_up, down)
 
 
-def _few(num_outputs: int, num_inputs: int, tile_n: int, most_inputs: int) -> FewPlan | None:
-    tile_k = _largest(num_inputs, tuple(tile for tile in (2048, 1024, 512, 256, 128, 64, 32) if tile <= most_inputs))
-    return FewPlan(tile_n, tile_k, 4) if tile_k and num_outputs % tile_n == 0 else None
+def _few(num_outputs: int, num_inputs: int, tile_n: int, most_inputs: int, group: int) -> FewPlan | None:
+    """A tile has whole groups, or lies in one."""
+    tiles = tuple(tile for tile in (2048, 1024, 512, 256, 128, 64, 32) if tile <= most_inputs)
+    tile_k = _largest(num_inputs, tuple(tile for tile in tiles if not group or tile % group == 0 or group % tile == 0))
+    if not tile_k or num_outputs % tile_n or (group and num_inputs % group):
+        return None
+    return FewPlan(tile_n, tile_k, 4)
 
 
 def grouped_plan(tile_m: int, sizes: MixtureSizes) -> MixturePlan | None:
-    gate_up = _grouped(tile_m, sizes.width, sizes.hidden, sizes.element_bytes, is_gated=True)
-    down = _grouped(tile_m, sizes.hidden, sizes.width, sizes.element_bytes, is_gated=False)
-    return None if gate_up is None or down is None else MixturePlan(gate_up, down)
+    gate_up = _grouped(tile_m, sizes.width, sizes.hidden, sizes, is_gated=True)
+    down = _grouped(tile_m, sizes.hidden, sizes.width, sizes, is_gated=False)
+    if gate_up is None or down is None:
+        return None
+    # Products of e4m3 take 32 inputs at once, and other activations than those of 16 bits stay as they are.
+    rounded = sizes.is_fp8 and sizes.element_bytes == 2 and min(gate_up.tile_k, down.tile_k) >= 32
+    return MixturePlan(gate_up, down, rounded)
 
 
 def _grouped(
-    tile_m: int, num_outputs: int, num_inputs: int, element_bytes: int, *, is_gated: bool
+    tile_m: int, num_outputs: int, num_inputs: int, sizes: MixtureSizes, *, is_gated: bool
 ) -> GroupedPlan | None:
-    """Tiles of many rows have as many outputs as registers hold sums; of few, as many as a ring of loads takes."""
-    is_wide = tile_m == TILES_M[-1]
-    tile_n = _largest(num_outputs, (128, 64, 32, 16) if is_wide or not is_gated else (64, 32, 16))
-    tile_k = _largest(num_inputs, (128, 64, 32, 16) if tile_m < 64 and element_bytes == 2 else (64, 32, 16))
-    if not tile_n or not tile_k:
+    """Tiles of many rows have as many outputs as registers hold sums; of few, as many as a ring of loads takes. Groups'
+    products are sums of their own before they are scaled."""
+    is_wide, group = tile_m == TILES_M[-1], sizes.group
+    tile_n = _largest(num_outputs, (128, 64, 32, 16) if (is_wide and not group) or not is_gated else (64, 32, 16))
+    tiles = (128, 64, 32, 16) if (tile_m < 64 or sizes.is_fp8) and sizes.element_bytes == 2 else (64, 32, 16)
+    tile_k = _largest(num_inputs, tuple(tile for tile in tiles if group % tile == 0))
+    if not tile_n or not tile_k or (group and num_inputs % group):
         return None
     warps = 8 if is_wide and tile_n == 128 else 4
-    return GroupedPlan(tile_n, tile_m, tile_k, 3 if element_bytes == 2 else 2, warps)
+    return GroupedPlan(tile_n, tile_m, tile_k, 3 if sizes.element_bytes == 2 else 2, warps)

@@ -13,7 +13,9 @@ logger = logging.getLogger(__name__)
 TOLERANCE = 1e-2  # of the norm of the difference; rounding to 8 bits gives 2e-3; a guess
 
 
-def passes(name: str, ours: Callable[[], torch.Tensor], torchs: Callable[[], torch.Tensor]) -> bool:
+def passes(
+    name: str, ours: Callable[[], torch.Tensor], torchs: Callable[[], torch.Tensor], tolerance: float = TOLERANCE
+) -> bool:
     """Whether both give the same, up to rounding. Waits for the device. Raises RuntimeError while a graph is captured:
     then it is too late to find out."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -24,7 +26,7 @@ def passes(name: str, ours: Callable[[], torch.Tensor], torchs: Callable[[], tor
     except Exception as failure:
         logger.warning("%s failed its trial and is not used: %s", name, failure)
         return False
-    if not error <= TOLERANCE:  # NaN is wrong, too
+    if not error <= tolerance:  # NaN is wrong, too
         logger.warning("%s was wrong by %.1e in its trial and is not used", name, error)
         return False
     return True

@@ -5,10 +5,13 @@ T tokens, X experts, k of them a token, E hidden size, F width of an expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
 from tandem.kernels.experts.plans import NOT_HERE, Routing
+from tandem.kernels.experts.stacked import StackedWeight, expert_matrix
 
 
 def route(
@@ -38,15 +41,19 @@ def mixture(
     x_TE: torch.Tensor,
     ids_Tk: torch.Tensor,
     weights_Tk: torch.Tensor,
-    gate_up_XGE: torch.Tensor,
-    down_XEF: torch.Tensor,
+    gate_up_XGE: torch.Tensor | StackedWeight,
+    down_XEF: torch.Tensor | StackedWeight,
+    rounded: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
 ) -> torch.Tensor:
     """[T, E]: down(silu(gate) * up) of each token's experts, weighted and added up in the order of its choice; experts
-    that aren't here add nothing. Asks the host which experts were chosen."""
+    that aren't here add nothing. Asks the host which experts were chosen. `rounded`: what products make of their
+    rows first."""
     products_TkE = x_TE.new_zeros(*ids_Tk.shape, down_XEF.shape[1], dtype=torch.float32)
     for expert in ids_Tk[ids_Tk != NOT_HERE].unique().tolist():
         token, place = torch.where(ids_Tk == expert)
-        gate, up = functional.linear(x_TE[token], gate_up_XGE[expert]).chunk(2, dim=-1)
-        product = functional.linear(functional.silu(gate) * up, down_XEF[expert])
+        both = expert_matrix(gate_up_XGE, expert, x_TE.dtype)
+        gate, up = functional.linear(rounded(x_TE[token]), both).chunk(2, dim=-1)
+        down = expert_matrix(down_XEF, expert, x_TE.dtype)
+        product = functional.linear(rounded(functional.silu(gate) * up), down)
         products_TkE[token, place] = product.float() * weights_Tk[token, place, None].float()
     return products_TkE.sum(1).to(x_TE.dtype)

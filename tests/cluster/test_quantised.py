@@ -14,10 +14,10 @@ from tandem.engine.contracts.wire.parts import AdapterRef
 from tiny_models import check_greedy, tiny_model
 
 
-@pytest.mark.parametrize("form", ["compressed_channel", "awq"])
-def test_greedy_tokens_are_those_of_the_dequantised_weights(form: str, tmp_path: Path) -> None:
-    folder, twin = quantised_folders(tiny_model("llama"), tmp_path, form)
-    adapter = tiny_adapter(tmp_path / "adapter", twin, scale=0.7)
+@pytest.mark.parametrize(("kind", "form"), [("qwen3_moe", "fp8_blocks"), ("llama", "awq")])
+def test_greedy_tokens_are_those_of_the_dequantised_weights(kind: str, form: str, tmp_path: Path) -> None:
+    folder, twin = quantised_folders(tiny_model(kind), tmp_path, form)
+    adapter = tiny_adapter(tmp_path / "adapter", twin, targets=("q_proj", "v_proj", "o_proj"), scale=0.7)
     with_it = merged(tmp_path / "merged", twin, adapter)
     made = run_both_ways(folder, (17, 90), AdapterRef(str(adapter), read_adapter(str(adapter)).digest))
     for model, (prompt, output) in zip([with_it] * 4 + [twin] * 4, made, strict=True):

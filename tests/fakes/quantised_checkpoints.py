@@ -143,7 +143,7 @@ def quantised_folders(plain: Path, root: Path, form: str) -> tuple[Path, Path]:
         for name, tensor in load_file(file).items():
             layer, _, own = name.rpartition(".")
             stored[name] = plainly[name] = tensor
-            if ".layers." in name and own == "weight" and tensor.dim() == 2:
+            if ".layers." in name and own == "weight" and tensor.dim() == 2 and not layer.endswith(".gate"):
                 tensors, plainly[name] = write(tensor.float())
                 del stored[name]
                 stored |= {f"{layer}.{each}": value for each, value in tensors.items()}

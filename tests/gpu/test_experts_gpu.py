@@ -14,6 +14,7 @@ from tandem.engine.models.mixture_layer import MixtureOfExperts
 from tandem.kernels.experts.mixture import mixture, run_plan, serves
 from tandem.kernels.experts.plans import NOT_HERE, MixtureSizes, Routing, every_plan
 from tandem.kernels.experts.routing import route
+from tandem.kernels.experts.stacked import StackedWeight, empty_stacked
 from tandem.kernels.products.fused_ops import rms_norm
 from tandem.kernels.reference import experts as twins
 from tandem.kernels.triton_kernels.experts.sort import sort_triton
@@ -86,6 +87,37 @@ def test_every_plan_makes_what_the_experts_make(sizes: MixtureSizes, dtype: torc
         exact = twins.mixture(x.double(), ids, weights.double(), gate_up.double(), down.double())
         for plan in every_plan(sizes):
             out = run_plan(plan, x, ids, weights, gate_up, down)
+            assert relative_error(out, exact) < most, plan
+            assert torch.equal(out, run_plan(plan, x, ids, weights, gate_up, down)), plan
+
+
+def in_e4m3(plain_XNK: torch.Tensor, group: int) -> StackedWeight:
+    """The matrices in e4m3, a scale an output, or one a group."""
+    made = empty_stacked(*plain_XNK.shape, group, CUDA)
+    groups = plain_XNK.float().unflatten(2, (-1, group or plain_XNK.shape[2]))
+    scales = groups.abs().amax(3) / 448
+    made.values.copy_((groups / scales[..., None]).flatten(2))
+    made.scales.copy_(scales.transpose(1, 2))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sizes", "group", "dtype"),
+    [(SHAPES[0], 128, torch.bfloat16), (SHAPES[1], 0, torch.bfloat16), (SHAPES[2], 0, torch.float32)],
+)
+def test_every_plan_over_e4m3_makes_what_dequantised_experts_make(
+    sizes: MixtureSizes, group: int, dtype: torch.dtype
+) -> None:
+    sizes = sizes._replace(element_bytes=dtype.itemsize, is_fp8=True, group=group)
+    for num_tokens in (1, 3, 61, 700):
+        x, ids, weights, gate_up, down = made(num_tokens, sizes, dtype)
+        gate_up, down = in_e4m3(gate_up, group), in_e4m3(down, group)
+        assert serves(x, ids, gate_up, down)
+        exact = twins.mixture(x.double(), ids, weights.double(), gate_up, down)
+        plans = every_plan(sizes)
+        for plan in (*plans, plans[1]._replace(rounded=False)):
+            out = run_plan(plan, x, ids, weights, gate_up, down)
+            most = 8e-2 if plan.rounded else 8e-3 if dtype == torch.bfloat16 else 1e-5
             assert relative_error(out, exact) < most, plan
             assert torch.equal(out, run_plan(plan, x, ids, weights, gate_up, down)), plan
 

@@ -7,6 +7,8 @@ import torch
 from torch.nn import functional
 
 from tandem.kernels.experts.plans import FewPlan, GroupedPlan, MixturePlan, Routing
+from tandem.kernels.experts.stacked import StackedWeight, empty_stacked
+from tandem.kernels.products.quantised import quantise_rows
 from tandem.kernels.reference import experts as twins
 from tandem.kernels.triton_kernels.experts import sort
 from tandem.kernels.triton_kernels.experts.launch import launch
@@ -72,15 +74,17 @@ PLANS = (
     MixturePlan(GroupedPlan(16, 16, 32, 2, 4), GroupedPlan(32, 16, 16, 2, 4)),
     MixturePlan(GroupedPlan(32, 64, 32, 2, 4), GroupedPlan(32, 64, 32, 2, 4)),
 )
+ROUNDED = MixturePlan(GroupedPlan(64, 16, 32, 2, 4), GroupedPlan(64, 16, 32, 2, 4), rounded=True)
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_mixture_is_what_its_experts_make(plan: MixturePlan) -> None:
     torch.manual_seed(3)
+    num_tokens = 4 if isinstance(plan.gate_up, FewPlan) else 21
     gate_up, down = torch.randn(4, 64, 96) * 0.2, torch.randn(4, 96, 32) * 0.2
-    x = torch.randn(21, 112)[:, :96]
-    ids = torch.stack([torch.randperm(4)[:2] - 1 for _ in range(21)]).int()  # of -1 nothing is here
-    weights = torch.rand(21, 2)
+    x = torch.randn(num_tokens, 112)[:, :96]
+    ids = torch.stack([torch.randperm(4)[:2] - 1 for _ in range(num_tokens)]).int()  # of -1 nothing is here
+    weights = torch.rand(num_tokens, 2)
     made = launch(plan, x, ids, weights, gate_up, down)
     torch.testing.assert_close(made, twins.mixture(x, ids, weights, gate_up, down), rtol=1e-4, atol=1e-4)
     if isinstance(plan.gate_up, FewPlan):
@@ -88,4 +92,41 @@ def test_a_mixture_is_what_its_experts_make(plan: MixturePlan) -> None:
         made = launch(plan, residual.clone(), ids, weights, gate_up, down, (gain, 1e-5))
         normed = functional.rms_norm(residual, (96,), gain, 1e-5)
         expected = residual + twins.mixture(normed, ids, weights, gate_up, down)
+        torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
+
+
+def in_e4m3(num_outputs: int, num_inputs: int, group: int) -> StackedWeight:
+    """Of four experts. Every scale is another."""
+    made = empty_stacked(4, num_outputs, num_inputs, group, "cpu")
+    made.values.copy_(torch.randn(made.values.shape))
+    made.scales.copy_(0.1 + torch.arange(made.scales.numel()).view(made.scales.shape) % 37 / 100)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("plan", "group"),
+    [(PLANS[0], 0), (PLANS[0], 32), (PLANS[0], 64), (PLANS[1], 0), (PLANS[1], 32), (ROUNDED, 0), (ROUNDED, 32)],
+)
+def test_a_mixture_of_e4m3_is_what_its_dequantised_experts_make(plan: MixturePlan, group: int) -> None:
+    """Of one row's tiles have two groups or a part of one."""
+    torch.manual_seed(4)
+    if isinstance(plan.gate_up, FewPlan):
+        plan = MixturePlan(FewPlan(16, 64, 4), FewPlan(32, 64 if group == 32 else 16, 4))
+    gate_up, down = in_e4m3(128, 128, group), in_e4m3(128, 64, group)
+    x = torch.randn(5, 128)
+    ids = torch.stack([torch.randperm(4)[:2] - 1 for _ in range(5)]).int()
+    weights = torch.rand(5, 2)
+
+    def rounded(rows: torch.Tensor) -> torch.Tensor:
+        values, scales = quantise_rows(rows)
+        return values.float() * scales
+
+    made = launch(plan, x, ids, weights, gate_up, down)
+    expected = twins.mixture(x, ids, weights, gate_up, down, *((rounded,) if plan.rounded else ()))
+    error = (made - expected).norm() / expected.norm()
+    assert error < (2e-2 if plan.rounded else 1e-6), error
+    if isinstance(plan.gate_up, FewPlan):
+        gain = torch.rand(128) + 0.5
+        made = launch(plan, x.clone(), ids, weights, gate_up, down, (gain, 1e-5))
+        expected = x + twins.mixture(functional.rms_norm(x, (128,), gain, 1e-5), ids, weights, gate_up, down)
         torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)

@@ -8,6 +8,7 @@ refused by name. Scales of activations are passed over: whether activations are 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -55,10 +56,15 @@ class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
     def leaves_out_merged(self, module: str) -> bool:
         """The same of a product of ours: its parts in the checkpoint. Raises ConfigError when they differ."""
         folder, _, own = module.rpartition(".")
-        answers = {self.leaves_out(f"{folder}.{part}") for part in MERGED.get(own, (own,))}
-        if len(answers) > 1:
-            raise ConfigError(f"{module}: some of its parts are quantised, some not; that is not supported; {ELSE}")
-        return answers.pop()
+        return self.leaves_out_all([f"{folder}.{part}" for part in MERGED.get(own, (own,))])
+
+    def leaves_out_all(self, modules: Iterable[str]) -> bool:
+        """The same of layers that are one to us. Raises ConfigError when they differ."""
+        answers = {module: self.leaves_out(module) for module in modules}
+        if len(set(answers.values())) > 1:
+            listed = ", ".join(answers)
+            raise ConfigError(f"some of {listed} are quantised, some not; that is not supported; {ELSE}")
+        return any(answers.values())
 
 
 def made_fp8() -> Quantisation:

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from tandem.kernels.experts.plans import FewPlan, GroupedPlan, MixturePlan
+from tandem.kernels.experts.stacked import StackedWeight
+from tandem.kernels.products.quantised import quantise_rows
 from tandem.kernels.triton_kernels.common import overlap
 from tandem.kernels.triton_kernels.experts.few import few_down_kernel, few_gate_up_kernel
 from tandem.kernels.triton_kernels.experts.grouped import add_up_kernel, grouped_kernel
 from tandem.kernels.triton_kernels.experts.sort import sort_triton
 
 
-def grouped_constants(plan: GroupedPlan, *, is_gated: bool) -> dict[str, Any]:
-    """The kernel's compile-time constants and options for a plan."""
+class _Stored(NamedTuple):
+    """What kernels take of a matrix. Without scales `scales` is never read."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    is_scaled: bool
+    group: int
+
+    @classmethod
+    def of(cls, weight: torch.Tensor | StackedWeight) -> _Stored:
+        if isinstance(weight, torch.Tensor):
+            return cls(weight, weight, False, 0)
+        return cls(weight.values, weight.scales, True, weight.group)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"SCALED": self.is_scaled, "GROUP": self.group}
+
+
+def grouped_constants(plan: GroupedPlan, *, is_gated: bool, rounded: bool = False) -> dict[str, Any]:
+    """The kernel's compile-time constants and options for a plan, but how weights are stored."""
     return {
         "TILE_N": plan.tile_n, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "GATED": is_gated,
-        "STAGES": plan.stages, "num_warps": plan.warps,
+        "ROUNDED": rounded, "STAGES": plan.stages, "num_warps": plan.warps,
     }  # fmt: skip
 
 
@@ -34,8 +56,8 @@ def launch(
     x_TE: torch.Tensor,
     ids_Tk: torch.Tensor,
     weights_Tk: torch.Tensor,
-    gate_up_XGE: torch.Tensor,
-    down_XEF: torch.Tensor,
+    gate_up_XGE: torch.Tensor | StackedWeight,
+    down_XEF: torch.Tensor | StackedWeight,
     norm: tuple[torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
     """What the mixture makes of x, [T, E]. Rows of x and of matrices start at multiples of 16 elements.
@@ -43,21 +65,23 @@ def launch(
     `norm` (gain [E], epsilon), by FewPlans alone: x, which is contiguous, becomes x + what the mixture makes of x
     normalised, and is returned.
     """
-    num_tokens, (num_experts, hidden, width) = len(x_TE), down_XEF.shape
-    device, dtype, num_pairs = x_TE.device, x_TE.dtype, ids_Tk.numel()
+    (num_experts, hidden, width), num_tokens, num_pairs = down_XEF.shape, len(x_TE), ids_Tk.numel()
+    dtype, device = x_TE.dtype, x_TE.device
+    gate_up, down = _Stored.of(gate_up_XGE), _Stored.of(down_XEF)
     activated = torch.empty((num_pairs, width), dtype=dtype, device=device)
     out = torch.empty((num_tokens, hidden), dtype=dtype, device=device) if norm is None else x_TE
     if isinstance(plan.gate_up, FewPlan):
         assert isinstance(plan.down, FewPlan), f"{plan} mixes ways"
-        _launch_few(plan.gate_up, plan.down, x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF, activated, out, norm)
+        _launch_few(plan.gate_up, plan.down, x_TE, ids_Tk, weights_Tk, gate_up, down, activated, out, norm)
         return out
     assert isinstance(plan.down, GroupedPlan), f"{plan} mixes ways"
     assert norm is None, f"{plan} takes x as it is"
     assert plan.down.tile_m == plan.gate_up.tile_m, f"{plan} cuts rows in two ways"
     order, tiles = sort_triton(ids_Tk, num_experts, plan.gate_up.tile_m)
-    _launch_grouped(plan.gate_up, x_TE, gate_up_XGE, order, tiles, weights_Tk, activated, is_gated=True)
+    multiply = functools.partial(_launch_grouped, order=order, tiles=tiles, weights_Tk=weights_Tk, rounded=plan.rounded)
+    multiply(plan.gate_up, x_TE, gate_up, activated, is_gated=True)
     products = torch.empty((num_pairs, hidden), dtype=dtype, device=device)
-    _launch_grouped(plan.down, activated, down_XEF, order, tiles, weights_Tk, products, is_gated=False)
+    multiply(plan.down, activated, down, products, is_gated=False)
     block = min(1024, triton.next_power_of_2(hidden))
     add_up_kernel[(num_tokens, triton.cdiv(hidden, block))](
         products, ids_Tk, out, SIZE=hidden, TOP_K=ids_Tk.shape[1], BLOCK=block, num_warps=4, **overlap(device)
@@ -66,46 +90,52 @@ def launch(
 
 
 def _launch_few(
-    gate_up: FewPlan,
-    down: FewPlan,
+    gate_up_plan: FewPlan,
+    down_plan: FewPlan,
     x_TE: torch.Tensor,
     ids_Tk: torch.Tensor,
     weights_Tk: torch.Tensor,
-    gate_up_XGE: torch.Tensor,
-    down_XEF: torch.Tensor,
+    gate_up: _Stored,
+    down: _Stored,
     activated: torch.Tensor,
     out: torch.Tensor,
     norm: tuple[torch.Tensor, float] | None,
 ) -> None:
     gain, eps = norm or (x_TE, 0.0)
-    (num_tokens, top_k), (_, hidden, width) = ids_Tk.shape, down_XEF.shape
-    few_gate_up_kernel[(width // gate_up.tile_n, num_tokens * top_k)](
-        x_TE, gate_up_XGE, ids_Tk, gain, activated,
-        x_TE.stride(0) // 16, gate_up_XGE.stride(1) // 16, gate_up_XGE.stride(0) // 16, width, top_k, eps,
-        NORM=norm is not None, **few_constants(gate_up, width, hidden), **overlap(x_TE.device),
+    (num_tokens, top_k), (_, hidden, width) = ids_Tk.shape, down.values.shape
+    few_gate_up_kernel[(width // gate_up_plan.tile_n, num_tokens * top_k)](
+        x_TE, gate_up.values, gate_up.scales, ids_Tk, gain, activated,
+        x_TE.stride(0) // 16, gate_up.values.stride(1) // 16, gate_up.values.stride(0) // 16, width, top_k, eps,
+        NORM=norm is not None, **few_constants(gate_up_plan, width, hidden), **gate_up.constants,
+        **overlap(x_TE.device),
     )  # fmt: skip
-    few_down_kernel[(hidden // down.tile_n, num_tokens)](
-        activated, down_XEF, ids_Tk, weights_Tk, out, down_XEF.stride(1) // 16, down_XEF.stride(0) // 16,
-        TOP_K=top_k, ADD=norm is not None, **few_constants(down, hidden, width), **overlap(x_TE.device),
+    few_down_kernel[(hidden // down_plan.tile_n, num_tokens)](
+        activated, down.values, down.scales, ids_Tk, weights_Tk, out,
+        down.values.stride(1) // 16, down.values.stride(0) // 16, TOP_K=top_k, ADD=norm is not None,
+        **few_constants(down_plan, hidden, width), **down.constants, **overlap(x_TE.device),
     )  # fmt: skip
 
 
 def _launch_grouped(
     plan: GroupedPlan,
     x: torch.Tensor,
-    weight_XNK: torch.Tensor,
+    weight: _Stored,
+    out: torch.Tensor,
+    *,
     order: torch.Tensor,
     tiles: torch.Tensor,
     weights_Tk: torch.Tensor,
-    out: torch.Tensor,
-    *,
+    rounded: bool,
     is_gated: bool,
 ) -> None:
-    num_outputs, num_inputs = out.shape[1], weight_XNK.shape[2]
-    assert num_outputs % plan.tile_n == 0 == num_inputs % plan.tile_k, f"{plan} for {tuple(weight_XNK.shape)}"
+    values, num_outputs, num_inputs = weight.values, out.shape[1], weight.values.shape[2]
+    assert num_outputs % plan.tile_n == 0 == num_inputs % plan.tile_k, f"{plan} for {tuple(values.shape)}"
+    assert weight.group % plan.tile_k == 0, f"{plan} for groups of {weight.group}"
+    x, x_scales = quantise_rows(x) if rounded else (x, weight.scales)
     tiles_n = num_outputs // plan.tile_n
     grouped_kernel[(len(tiles) * tiles_n,)](
-        x, weight_XNK, order, tiles, weights_Tk, out, num_inputs // plan.tile_k, tiles_n,
-        x.stride(0) // 16, weight_XNK.stride(1) // 16, weight_XNK.stride(0) // 16, num_outputs, out.stride(0) // 16,
-        weights_Tk.shape[1], **grouped_constants(plan, is_gated=is_gated), **overlap(x.device),
+        x, x_scales, values, weight.scales, order, tiles, weights_Tk, out, num_inputs // plan.tile_k, tiles_n,
+        x.stride(0) // 16, values.stride(1) // 16, values.stride(0) // 16, num_outputs, out.stride(0) // 16,
+        weights_Tk.shape[1], **grouped_constants(plan, is_gated=is_gated, rounded=rounded), **weight.constants,
+        **overlap(x.device),
     )  # fmt: skip

@@ -38,9 +38,12 @@ def num_bytes(model: DecoderModel) -> int:
     return sum(each.weight.nbytes if each.quantised is None else each.quantised.num_bytes for each in layers)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_logits_are_those_of_the_dequantised_weights(form: str, tmp_path: Path) -> None:
-    folder, twin = quantised_folders(tiny_model("qwen3"), tmp_path, form)
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [*(("qwen3", form) for form in FORMATS), ("qwen3_moe", "fp8_blocks"), ("mixtral", "compressed_channel")],
+)
+def test_logits_are_those_of_the_dequantised_weights(kind: str, form: str, tmp_path: Path) -> None:
+    folder, twin = quantised_folders(tiny_model(kind), tmp_path, form)
     with torch.inference_mode():
         expected = reference_model(twin)(torch.tensor([PROMPT])).logits[0]
     actual = logits_in_chunks(load(folder), PROMPT, [64, 1, 35])
@@ -59,6 +62,18 @@ def test_ranks_have_their_parts_of_weights_and_scales(form: str, size: int, tmp_
                 assert torch.equal(module.quantised.dequantised(torch.float32), plain.layers.get_submodule(name).weight)
 
 
+def test_ranks_have_their_parts_of_experts(tmp_path: Path) -> None:
+    folder, twin = quantised_folders(tiny_model("qwen3_moe"), tmp_path, "fp8_tensor")
+    for rank in range(2):
+        own, plain = (
+            load(folder, Shard(rank, 2)).layers[0].mlp.experts,
+            load(twin, Shard(rank, 2)).layers[0].mlp.experts,
+        )
+        for name, weight in own.quantised().items():
+            for expert in range(6):
+                assert torch.equal(weight.dequantised(expert, torch.float32), getattr(plain, name)[expert])
+
+
 def test_weights_made_smaller_at_load_are_within_the_formats_bound_and_in_half_the_memory() -> None:
     folder = tiny_model("llama")
     made, plain = load(folder, quantization="fp8"), load(folder, dtype=torch.bfloat16)
@@ -74,11 +89,45 @@ def test_weights_made_smaller_at_load_are_within_the_formats_bound_and_in_half_t
     assert 1e-3 < error < 0.25  # of a model of random weights, which loses more than a real one
 
 
+def test_experts_made_smaller_at_load_are_within_the_formats_bound() -> None:
+    folder = tiny_model("qwen3_moe")
+    made, plain = load(folder, quantization="fp8"), load(folder)
+    for ours, theirs in ((made.layers[i].mlp.experts, plain.layers[i].mlp.experts) for i in (0, 2)):
+        assert ours.gate_up_proj.num_bytes < 0.3 * theirs.gate_up_proj.nbytes  # which are of 32 bits here
+        for name, stack in ours.quantised().items():
+            for expert, weight in enumerate(getattr(theirs, name)):
+                least = weight.abs().amax(1, keepdim=True) / 448 * 2**-10
+                error = (stack.dequantised(expert, torch.float32) - weight).abs()
+                assert bool((error <= weight.abs() * 2**-4 + least).all())
+    exact = logits_in_chunks(plain, PROMPT, [100])
+    error = (logits_in_chunks(made, PROMPT, [100]) - exact).norm() / exact.norm()
+    assert 1e-3 < error < 0.6, error  # a token that goes to another expert by a rounding is another token
+
+
 def test_ranks_that_would_cut_groups_apart_are_refused(tmp_path: Path) -> None:
     folder, _ = quantised_folders(tiny_model("llama"), tmp_path, "awq")
     assert check_shares(folder, ModelOptions(str(folder)), Shard(0, 2)) == 2
     with pytest.raises(ConfigError, match="16 inputs of a quantised layer on each rank are no whole groups of 32"):
         check_shares(folder, ModelOptions(str(folder)), Shard(0, 4))
+    folder, _ = quantised_folders(tiny_model("qwen3_moe"), tmp_path, "fp8_blocks")
+    with pytest.raises(ConfigError, match="24 inputs of a quantised layer on each rank are no whole groups of 32"):
+        check_shares(folder, ModelOptions(str(folder)), Shard(0, 2))
+
+
+def test_experts_of_four_bits_are_refused(tmp_path: Path) -> None:
+    raw = json.loads((tiny_model("mixtral") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": FORMATS["awq"][0]}))
+    with pytest.raises(ConfigError, match=r"experts of 4 bits \(awq\) are not supported: use a checkpoint in fp8"):
+        load_config(tmp_path, ModelOptions(str(tmp_path)))
+
+
+def test_made_up_experts_do_not_depend_on_the_number_of_ranks() -> None:
+    folder, more = tiny_model("mixtral"), {"load_format": "dummy", "quantization": "fp8"}
+    whole, part = (load(folder, shard, **more).layers[2].mlp.experts for shard in (None, Shard(1, 2)))
+    down, half = (each.down_proj.dequantised(3, torch.float32) for each in (whole, part))
+    assert torch.equal(half, down[:, 24:])
+    plain = load(folder, load_format="dummy").layers[2].mlp.experts.down_proj[3]
+    assert bool(((down - plain).abs() <= plain.abs().amax(1, keepdim=True) * 2**-4).all())
 
 
 @pytest.mark.parametrize("form", ["made", "awq"])
@@ -139,7 +188,7 @@ def test_broken_checkpoints_are_refused_by_name(form: str, tensor: str, change, 
         ({"quant_method": "awq", "bits": 4, "group_size": 24}, "awq with group_size 24"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "fp8 with weight_block_size 128"),
         ({"quant_method": "compressed-tensors"}, "compressed-tensors with config_groups None"),
-        ({"quant_method": "fp8", "modules_to_not_convert": ["k_proj"]}, "some of its parts are quantised, some not"),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["k_proj"]}, "are quantised, some not"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(config: dict, why: str, tmp_path: Path) -> None:
