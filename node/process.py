@@ -140,7 +140,7 @@ class NodeProcess:
         self.pool = BlockPool(num_blocks, options.cache.enable_prefix_caching)
         memory = allocate_node_pool(self.loaded, num_blocks, self.transports, self.ranks)
         rate, post = self._clock.prompt_rate, self._inbox.put
-        self.tiers = make_tiers(options, self.pool, memory.tensor, self.loaded, rate, post)
+        self.tiers = make_tiers(options, self.pool, memory, self.loaded, rate, post)
         self.transports.register(memory.tensor, memory.layout, key, memory.ranks)
 
         sockets = ControlSockets(self.keys)

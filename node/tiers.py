@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import torch
+from torch import Tensor
 
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.engine.contracts.rate import Rate
 from tandem.engine.device.kv_pool import free_host_bytes
 from tandem.kernels.blocks.quantization import FP8_DTYPE
@@ -22,10 +23,11 @@ from tandem.kv_connector.directory.spare_blocks import SpareBlocks
 from tandem.kv_connector.tiers.disk import DiskTier
 from tandem.kv_connector.tiers.disk_file import DiskFile
 from tandem.kv_connector.tiers.host import HostTier
-from tandem.kv_connector.tiers.host_blocks import ExactBlocks, Fp8Blocks, HostBlocks, block_bytes
+from tandem.kv_connector.tiers.host_blocks import ExactBlocks, Fp8Blocks, HostBlocks
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import JobDone, Load, Save
 from tandem.kv_connector.tiers.manager import TierManager
+from tandem.node.pool import NodePool
 from tandem.node.setup import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -39,25 +41,30 @@ MAX_BATCH_BLOCKS = 64  # a guess
 def make_tiers(
     options: NodeOptions,
     pool: BlockPool,
-    tensor: torch.Tensor,
+    memory: NodePool,
     loaded: LoadedModel,
     compute_rate: Rate,
     post: Callable[[JobDone], None],
 ) -> NodeTiers | None:
-    """Makes a node's tiers; None where there is nothing to keep or no room. `post` brings results to the step loop.
-    Raises ConfigError."""
+    """Makes a node's tiers of whole blocks, whatever the number of ranks; None where there is nothing to keep or no
+    room. `post` brings results to the step loop. Raises ConfigError."""
     wants_disk = options.cache.disk_tier_bytes > 0
     if wants_disk and not options.cache.disk_tier_dir:
         raise ConfigError("--disk-tier-bytes without --disk-tier-dir: say where")
-    if options.tensor_parallel_size > 1:
+    if memory.layout.tp_size > 1:
         if wants_disk or options.cache.host_tier_bytes > 0:
-            raise ConfigError("--host-tier-bytes and --disk-tier-bytes need --tensor-parallel-size 1: leave them out")
-        logger.info("no host tier: a node over several GPUs keeps blocks in its pool alone")
+            heads = memory.layout.group.num_all_kv_heads
+            raise ConfigError(
+                f"--host-tier-bytes and --disk-tier-bytes with --tensor-parallel-size {memory.layout.tp_size}: ranks "
+                f"hold copies of the model's {heads} KV heads; leave them out or give at most {heads} ranks"
+            )
+        logger.info("no host tier: ranks that hold copies of KV heads keep blocks in their pools alone")
         return None
     if not pool.enable_caching:
         return None
-    kind = Fp8Blocks if compresses(options, tensor) else ExactBlocks
-    num_host = host_tier_bytes(options, tensor.is_cuda) // kind.slot_bytes(tensor)
+    kind = Fp8Blocks if compresses(options, memory.tensor) else ExactBlocks
+    whole = memory.tensor if memory.ranks is None else memory.ranks.new_blocks(1)
+    num_host = host_tier_bytes(options, whole.is_cuda) // kind.slot_bytes(whole)
     if not num_host:
         if wants_disk:
             raise ConfigError(
@@ -65,25 +72,25 @@ def make_tiers(
             )
         return None
     try:
-        host = HostTier(tensor, kind(tensor, num_host), post)
+        host = HostTier(memory.tensor, kind(whole, num_host), post, memory.ranks)
     except ConfigError as error:
         if wants_disk or options.cache.host_tier_bytes > 0:
             raise
         logger.warning("serving without a host tier: %s", error)
         return None
-    file = open_disk_file(options, host.blocks, loaded) if wants_disk else None
+    file = open_disk_file(options, host.blocks, loaded, memory.layout) if wants_disk else None
     kept = KeptElsewhere() if options.cache.keep_kv_once and options.redis_url else None
-    return NodeTiers(pool, host, file, compute_rate, post, kept)
+    return NodeTiers(pool, host, file, compute_rate, post, kept, has_ranks=options.tensor_parallel_size > 1)
 
 
-def compresses(options: NodeOptions, pool: torch.Tensor) -> bool:
+def compresses(options: NodeOptions, pool: Tensor) -> bool:
     """Whether blocks are compressed on their way to the host. Not from a pool of fp8, which is as small already."""
     return options.cache.host_tier_dtype == "fp8_e4m3" and pool.dtype != FP8_DTYPE
 
 
-def open_disk_file(options: NodeOptions, blocks: HostBlocks, loaded: LoadedModel) -> DiskFile:
+def open_disk_file(options: NodeOptions, blocks: HostBlocks, loaded: LoadedModel, layout: KVLayout) -> DiskFile:
     """Opens a file for blocks of this model in this layout, stored like this, only."""
-    depends_on = msgspec.msgpack.encode((loaded.identity.key(), loaded.layout, type(blocks).__name__))
+    depends_on = msgspec.msgpack.encode((loaded.identity.key(), layout, type(blocks).__name__))
     cache = options.cache
     identity = hashlib.sha256(depends_on).digest()
     file = DiskFile(Path(cache.disk_tier_dir), cache.disk_tier_bytes, blocks.raw.shape[1], identity)
@@ -111,7 +118,9 @@ class NodeTiers:
         compute_rate: Rate,
         post: Callable[[JobDone], None],
         kept: KeptElsewhere | None = None,
+        has_ranks: bool = False,
     ) -> None:
+        """`has_ranks`: other ranks compute as well, and wait for nothing that comes under a step."""
         self._host = host
         self._disk = None if file is None else DiskTier(host.blocks, file, post)
         self.kept = kept  # None: nothing is left to peers
@@ -122,8 +131,8 @@ class NodeTiers:
         if file is not None:
             num_disk = file.num_slots
             disk_index = TierIndex(num_disk, lambda tenant: shares.quota(tenant, num_disk))
-        batch = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // block_bytes(host.pool)))
-        block_size, step_load = host.pool.shape[4], host.step_load
+        batch = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // host.blocks.raw.shape[1]))
+        block_size, step_load = host.pool.shape[4], None if has_ranks else host.step_load
         self.manager = TierManager(pool, block_size, host_index, disk_index, step_load, compute_rate, batch, kept)
         if file is not None:
             self.manager.restore(file.restored())

@@ -8,8 +8,9 @@ Legend: transports/base.py's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -23,7 +24,8 @@ from tandem.kernels.blocks.quantization import as_bytes
 # Programs of a kernel that moves blocks: each takes a place on a multiprocessor from the computation. Digests may take
 # more of them, since the end of a hand-off waits for its digests.
 PROGRAMS, DIGEST_PROGRAMS = 16, 128  # guesses
-GATHERED_BYTES = 64 << 20  # gathered at a time to make digests; a guess
+GATHERED_BYTES = 64 << 20  # gathered at a time for digests and tiers; a guess
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,20 @@ class RankPools:
     def digests(self, block_ids: Sequence[int], key: int, num_valid_last: int) -> torch.Tensor:
         """Digests of these blocks, int64 [n], equal to `block_digests` (kernels/blocks/digest.py) of a pool of whole
         blocks."""
-        at_once, size, made = max(1, GATHERED_BYTES // self.layout.payload_bytes), self.layout.block_size, []
-        for first in range(0, len(block_ids), at_once):
-            ids = block_ids[first : first + at_once]
+        size, made, first = self.layout.block_size, [], 0
+        for ids in self.pieces(block_ids):
             blocks = self.new_blocks(len(ids))
             self.gather(ids, None, blocks, DIGEST_PROGRAMS)
             valid = num_valid_last if first + len(ids) == len(block_ids) else size
             places = range(first, first + len(ids))
             made.append(block_digests(blocks, range(len(ids)), key, valid, size, positions=places))
+            first += len(ids)
         return torch.cat(made)
+
+    def pieces(self, blocks: Sequence[T]) -> Iterator[Sequence[T]]:
+        """Runs of `blocks` for which there is room at a time."""
+        at_once = max(1, GATHERED_BYTES // self.layout.payload_bytes)
+        return (blocks[first : first + at_once] for first in range(0, len(blocks), at_once))
 
     def _places(self, part: RankPart) -> BlockPlaces:
         return replace(BlockPlaces.of(self._own_NHLPBD), address=part.memory.address)

@@ -1,7 +1,8 @@
 """Copies between host memory and the device pool: one thread for each direction.
 
 On CUDA each direction has a stream of its own beside all computation. A save reads blocks that nothing writes, or whose
-copy will be thrown away (docs/tiers.md); a load writes blocks that no launched step touches.
+copy will be thrown away (docs/tiers.md); a load writes blocks that no launched step touches. Where each rank has a
+pool, whole blocks are gathered on rank 0's device, and come back the same way.
 """
 
 from __future__ import annotations
@@ -14,17 +15,23 @@ from functools import partial
 import torch
 
 from tandem.kv_connector.layouts.layer_groups import layer_groups
+from tandem.kv_connector.layouts.rank_pools import RankPools
 from tandem.kv_connector.protocol.jobs import LoadEvent
 from tandem.kv_connector.tiers.host_blocks import HostBlocks
 from tandem.kv_connector.tiers.job_thread import JobThread
 from tandem.kv_connector.tiers.jobs import JobDone, Load, Save
 
+Pairs = Sequence[tuple[int, int]]
+
 
 class HostTier:
-    """The host tier. `post` is called with each job's JobDone, from its threads."""
+    """The host tier. `post` is called with each job's JobDone, from its threads. `ranks`: what `blocks` keeps is
+    gathered from these, of which `pool` is rank 0's."""
 
-    def __init__(self, pool: torch.Tensor, blocks: HostBlocks, post: Callable[[JobDone], None]) -> None:
-        self.pool, self.blocks = pool, blocks
+    def __init__(
+        self, pool: torch.Tensor, blocks: HostBlocks, post: Callable[[JobDone], None], ranks: RankPools | None = None
+    ) -> None:
+        self.pool, self.blocks, self._ranks = pool, blocks, ranks
         self._slot_bytes = blocks.raw.shape[1]
         num_layers = pool.shape[2]
         self._groups: list[range | None] = [*layer_groups(num_layers)] if blocks.by_layers else [None]
@@ -51,7 +58,10 @@ class HostTier:
         """Page-locks host memory and compiles what saves and loads need; before any of them. Raises ConfigError."""
         if self.pool.is_cuda:
             self.blocks.lock(self.pool.device.index)
-        self.blocks.store(self.pool, [(0, 0)])
+        self._store([(0, 0)])
+        if self._ranks is not None:
+            self._restore([(0, 0)])
+            return
         scratch = torch.empty_like(self.pool[:1])
         for layers in self._groups:
             self.blocks.restore(scratch, [(0, 0)], layers)
@@ -63,7 +73,8 @@ class HostTier:
 
     def start_step_load(self, load: Load) -> Mapping[int, LoadEvent]:
         """Starts a load; returns, for each layer, the event after which that layer of the blocks is there. Does not
-        wait for a copy."""
+        wait for a copy. Not with ranks, of which rank 0 alone would wait for these events."""
+        assert self._ranks is None, "loads of several ranks come before their step"
         pairs = list(zip(load.host_slots, load.block_ids, strict=True))
         groups = self._groups
         events: list[LoadEvent] = []
@@ -88,16 +99,37 @@ class HostTier:
     def _save(self, job: Save) -> tuple[bytes, ...]:
         pairs = list(zip(job.block_ids, job.host_slots, strict=True))
         with _waited_for(self._save_stream):
-            self.blocks.store(self.pool, pairs)
+            self._store(pairs)
         self.counters["tier_saved_bytes"] += len(pairs) * self._slot_bytes
         return ()
 
     def _load(self, job: Load) -> tuple[bytes, ...]:
         pairs = list(zip(job.host_slots, job.block_ids, strict=True))
         with _waited_for(self._load_stream):
-            self.blocks.restore(self.pool, pairs)
+            self._restore(pairs)
         self.counters["tier_loaded_bytes"] += len(pairs) * self._slot_bytes
         return ()
+
+    def _store(self, pairs: Pairs) -> None:
+        """Copies blocks `pairs[i][0]` of the device into slots `pairs[i][1]`."""
+        if self._ranks is None:
+            self.blocks.store(self.pool, pairs)
+            return
+        for piece in self._ranks.pieces(pairs):
+            gathered = self._ranks.new_blocks(len(piece))
+            self._ranks.gather([block for block, _ in piece], None, gathered)
+            self.blocks.store(gathered, [(index, slot) for index, (_, slot) in enumerate(piece)])
+
+    def _restore(self, pairs: Pairs) -> None:
+        """Copies slots `pairs[i][0]` into blocks `pairs[i][1]` of the device."""
+        if self._ranks is None:
+            self.blocks.restore(self.pool, pairs)
+            return
+        for piece in self._ranks.pieces(pairs):
+            gathered = self._ranks.new_blocks(len(piece))
+            self.blocks.restore(gathered, [(slot, index) for index, (slot, _) in enumerate(piece)])
+            size = self._ranks.layout.block_size
+            self._ranks.scatter(gathered, [block for _, block in piece], None, [size] * len(piece))
 
     def _load_layers(
         self, pairs: list[tuple[int, int]], groups: Sequence[range | None], flags: Sequence[threading.Event]

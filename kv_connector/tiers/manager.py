@@ -44,14 +44,14 @@ class TierManager:
         block_size: int,
         host: TierIndex,
         disk: TierIndex | None,
-        make_step_load: Callable[[Load], LayerLoad],
+        make_step_load: Callable[[Load], LayerLoad] | None,
         compute_rate: Rate,
         batch_blocks: int = 32,
         kept: KeptElsewhere | None = None,
     ) -> None:
-        """`make_step_load` makes a load that ConnectorWorker runs beside a step's layers. `compute_rate` measures
-        prompt tokens, as the step clock does. `batch_blocks` is how many blocks one job copies; `kept` says what peers
-        keep."""
+        """`make_step_load` makes a load that ConnectorWorker runs beside a step's layers; None: layers wait for
+        nothing. `compute_rate` measures prompt tokens, as the step clock does. `batch_blocks` is how many blocks one
+        job copies; `kept` says what peers keep."""
         self._pool, self._host, self._disk = pool, host, disk
         self._block_size = block_size
         self._events: list[BlockEvent] = []
@@ -89,7 +89,8 @@ class TierManager:
             self.promoter.decline(taker)
             return 0
         wanted = found[:num_worth]
-        if runs_alone and all(self._host.is_ready(block_hash) for block_hash in wanted):
+        under_step = runs_alone and self._make_step_load is not None
+        if under_step and all(self._host.is_ready(block_hash) for block_hash in wanted):
             return len(wanted) * self._block_size
         if not self._pool.reservations.may_wait_with(len(hits) + len(wanted)):
             return None if self.promoter.is_copying else 0
@@ -104,7 +105,8 @@ class TierManager:
 
     def step_meta(self, step_id: int, meta: StepMeta | None) -> StepMeta | None:
         """See LowerTiers."""
-        loads = tuple(self._make_step_load(load) for load in self._step_loads)
+        make = self._make_step_load
+        loads = () if make is None else tuple(make(load) for load in self._step_loads)
         self._step_loads.clear()
         return with_loads(step_id, meta, loads)
 

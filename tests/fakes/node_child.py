@@ -23,7 +23,8 @@ from tandem.engine.contracts.wire.parts import NodeInfo
 class NodeChild:
     """`addresses`: where the child's nodes take control connections, one for each of `roles`; `infos`: what they say
     of themselves. `num_ranks` processes make a node. `model`: a tiny one's name, or a folder; `dtype` of its weights;
-    `changes` of the options, as `node_options` takes them; `faults` among them are those of failing_ranks.py."""
+    `changes` of the options, as `node_options` takes them; `faults` among them are those of failing_ranks.py, and
+    `always_loads`: its tiers load whatever they have."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class NodeChild:
 def _serve(roles: str, transport: str, fault_injection: str, model: str, dtype: str, changes: str) -> None:
     """Until stdin is closed: a child doesn't outlive its test."""
     from failing_ranks import lose_memory_in_node
+    from tier_nodes import always_loading
 
     from in_process_cluster import Node, node_options
     from tiny_models import tiny_model
@@ -74,13 +76,14 @@ def _serve(roles: str, transport: str, fault_injection: str, model: str, dtype: 
     nodes, sizes = [], json.loads(changes)
     if faults := sizes.pop("faults", None):
         lose_memory_in_node(faults)
-    if sizes["tensor_parallel_size"] > 1:
-        sizes["host_tier_bytes"] = 0
+    always_loads = sizes.pop("always_loads", False)
     folder = Path(model) if "/" in model else tiny_model(model)
     for role in roles.split(","):
         fault = fault_injection if role == "prefill" or "prefill" not in roles else ""
         options = node_options(role, folder, transport=transport, fault_injection=fault, **sizes)
         nodes.append(Node(replace(options, model=ModelOptions(str(folder), dtype=dtype))))  # type: ignore[arg-type]
+        if always_loads:
+            always_loading(nodes[-1])
     print(json.dumps([msgspec.msgpack.encode(node.info).hex() for node in nodes]), flush=True)
     closed = threading.Event()
 

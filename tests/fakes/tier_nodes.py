@@ -7,6 +7,7 @@ from waiting import wait_until
 from in_process_cluster import BLOCK, Client, Node
 from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import NodeInfo
 from tiny_models import Greedy, random_prompt, reference_greedy, tiny_model
 
 SAMPLING = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -37,13 +38,15 @@ def always_loading(node: Node) -> Node:
 
 
 class Asker:
-    def __init__(self, *nodes: Node) -> None:
-        self.nodes, self.client, self._count = nodes, Client(*(node.info for node in nodes)), 0
+    def __init__(self, *nodes: Node, prefill: NodeInfo | None = None) -> None:
+        """`prefill`: of a node in another process."""
+        infos = [*(node.info for node in nodes), *([] if prefill is None else [prefill])]
+        self.nodes, self.client, self._infos, self._count = nodes, Client(*infos), infos, 0
 
     def ask(self, *wanted: tuple[list[int], Greedy]) -> list[int]:
         """All at once; prompt tokens found in caches, of each."""
         self._count += 1
-        decode, prefill = self.nodes[0].info, self.nodes[1].info if len(self.nodes) > 1 else None
+        decode, prefill = (*self._infos, None)[:2]
         results = [
             self.client.submit(f"{self._count}-{index}", prompt, SAMPLING, decode=decode, prefill=prefill)
             for index, (prompt, _) in enumerate(wanted)

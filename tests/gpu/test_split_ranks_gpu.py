@@ -16,6 +16,7 @@ import tandem.deploy
 from in_process_cluster import Client
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.contracts.wire.requests import FlushBlocks
 from tiny_models import random_prompt, reference_greedy
 
 pytestmark = [
@@ -32,6 +33,7 @@ FP8 = {"block_size": 32, "kv_cache_dtype": "fp8_e4m3"}
 NODES: dict[str, dict[str, Any]] = {
     "prefill-1": {},
     "prefill-2": {"num_ranks": 2},
+    "prefill-2-tiers": {"num_ranks": 2, "num_blocks": 32, "host_tier_bytes": 256 << 20, "always_loads": True},
     "prefill-1-tcp": {"transport": "tcp"},
     "prefill-2-tcp": {"transport": "tcp", "num_ranks": 2},
     "decode-1": {"device_index": SECOND},
@@ -100,6 +102,31 @@ def test_blocks_and_numbers_may_differ_too(nodes: dict[str, NodeInfo], way: str)
     for ranks in (1, 2):
         many, _ = run_all(nodes[f"prefill-{ranks}{way}"], nodes["decode-2-fp8"], f"fp8-{ranks}-2{way}")
         assert sum(ours == theirs for ours, theirs in zip(one, many, strict=True)) >= len(LENGTHS) - 1
+
+
+def test_what_two_ranks_have_no_room_for_comes_back(nodes: dict[str, NodeInfo]) -> None:
+    """From host memory, where it lies in whole blocks."""
+    prefill, decode = nodes["prefill-2-tiers"], nodes["decode-1"]
+    client = Client(decode, prefill)
+    prompts = {seed: random_prompt(333, seed, 2048) for seed in (70, 71)}
+    try:
+        for turn in range(2):
+            for seed, prompt in prompts.items():
+                client.send(decode, FlushBlocks())
+                result = client.submit(f"kept-{turn}-{seed}", prompt, GREEDY, decode=decode, prefill=prefill)
+                client.wait(result)
+                assert result.failed is None
+                check_against_reference(DEMO, prompt, result.output(), torch.float32)
+                kept = 20 * (1 if not turn and seed == 70 else 2)
+                client.until(lambda: counter(client, prefill, "tier_host_blocks") >= kept)  # noqa: B023
+        client.until(lambda: counter(client, prefill, "tier_host_hits") >= 20)
+        assert not counter(client, prefill, "tier_loads_failed")
+    finally:
+        client.close()
+
+
+def counter(client: Client, node: NodeInfo, name: str) -> float:
+    return client.statuses[node.node_id].counters.get(name, 0.0) if node.node_id in client.statuses else 0.0
 
 
 @pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 1)])

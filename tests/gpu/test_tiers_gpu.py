@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
+from tandem.engine.parallel.peer_memory import RankMemory
+from tandem.kv_connector.layouts.rank_pools import RankPools
 from tandem.kv_connector.tiers.host import HostTier
 from tandem.kv_connector.tiers.host_blocks import ExactBlocks, Fp8Blocks
 from tandem.kv_connector.tiers.jobs import JobDone, Load, Save
@@ -56,6 +59,23 @@ def test_what_comes_back_is_what_a_cpu_would_make_of_it(
         event.wait()
         assert torch.equal(pool[20:, :, layer].cpu(), twin[20:, :, layer]), f"layer {layer} is late"
     assert done.get(timeout=20).bad == ()
+    tier.close()
+
+
+def test_ranks_keep_whole_blocks(pool: torch.Tensor) -> None:
+    """Two pools with half of the heads each, here on one GPU."""
+    done = queue.SimpleQueue[JobDone]()
+    parts = [part.contiguous() for part in pool.chunk(2, 1)]
+    layout = KVLayout((KVGroup(SHAPE[2], SHAPE[1], SHAPE[5], "bfloat16"),), SHAPE[4])
+    ranks = RankPools(parts[0], layout, [RankMemory(part.data_ptr(), b"", 0) for part in parts])
+    tier = HostTier(parts[0], ExactBlocks(ranks.new_blocks(1), 20), done.put, ranks)
+    tier.warm_up()
+    run(tier, done, Save(NAMES, tuple(range(20)), SLOTS, (0,) * 20, 0))
+    run(tier, done, Load(1, NAMES, SLOTS, TARGETS))
+    torch.cuda.synchronize()
+    for part, own in zip(parts, pool.chunk(2, 1), strict=True):
+        assert torch.equal(part[:20], own[:20])
+        assert torch.equal(part[20:], own[:20])
     tier.close()
 
 

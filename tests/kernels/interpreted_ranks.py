@@ -5,6 +5,8 @@ Run by test_triton_interpreter.py in a process of its own.
 
 from __future__ import annotations
 
+import queue
+
 import msgspec
 import pytest
 import torch
@@ -16,6 +18,9 @@ from tandem.kernels.blocks import digest
 from tandem.kv_connector.layouts.plan import BlockSizes
 from tandem.kv_connector.layouts.rank_pools import RankPools
 from tandem.kv_connector.layouts.reshape import Reshaper
+from tandem.kv_connector.tiers.host import HostTier
+from tandem.kv_connector.tiers.host_blocks import ExactBlocks, Fp8Blocks
+from tandem.kv_connector.tiers.jobs import JobDone, Load, Save
 from tandem.kv_connector.transports.base import PairSums, Write
 from tandem.kv_connector.transports.mapped.cuda_ipc import sum_blocks
 from tests.fakes.kv_pools import grant_of
@@ -46,6 +51,25 @@ def test_blocks_are_gathered_and_spread(num_ranks: int) -> None:
     ranks.scatter(new, [3, 1], range(2), [4, 3])
     whole[3, :, :2], whole[1, :, :2, :, :3] = new[0, :, :2], new[1, :, :2, :, :3]
     assert torch.equal(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.parametrize("kind", [ExactBlocks, Fp8Blocks])
+def test_tiers_keep_whole_blocks(kind: type[ExactBlocks] | type[Fp8Blocks], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a pool that has all heads; they come back into every rank's pool."""
+    monkeypatch.setattr("tandem.kv_connector.layouts.rank_pools.GATHERED_BYTES", 2 * LAYOUT.payload_bytes)
+    whole, names, done = pool_of(6), (b"a", b"b", b"c"), queue.SimpleQueue[JobDone]()
+    parts, ranks = split(whole, 2)
+    one, several = HostTier(whole, kind(whole, 4), done.put), HostTier(parts[0], kind(whole, 4), done.put, ranks)
+    for tier in (one, several):
+        tier.warm_up()
+        tier.submit(Save(names, (4, 0, 2), (3, 1, 0), (0, 0, 0), 0))
+        assert done.get(timeout=20).bad == ()
+        tier.submit(Load(1, names, (3, 1, 0), (1, 5, 3)))
+        assert done.get(timeout=20).bad == ()
+        tier.close()
+    assert torch.equal(several.blocks.raw[[0, 1, 3]], one.blocks.raw[[0, 1, 3]])
+    changed = [1, 3, 5]
+    assert torch.equal(torch.cat(parts, 1)[changed], whole[changed])
 
 
 @pytest.mark.parametrize("at_once", [1, 8])

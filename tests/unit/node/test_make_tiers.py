@@ -10,27 +10,31 @@ import torch
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
 from tandem.engine.contracts.rate import Rate
+from tandem.node.pool import NodePool
 from tandem.node.tiers import host_tier_bytes, make_tiers
 
 POOL = torch.zeros(4, 1, 1, 2, 4, 8)
+COPIES = KVLayout((KVGroup(1, 1, 8, "float32", num_all_kv_heads=1),), 4, tp_size=2)
+WHOLE = KVLayout((KVGroup(1, 1, 8, "float32", num_all_kv_heads=1),), 4)
 
 
-def made(caching: bool = True, ranks: int = 1, **cache) -> object | None:
+def made(caching: bool = True, layout: KVLayout = WHOLE, **cache) -> object | None:
     options = NodeOptions("unified", ModelOptions("m"), CacheOptions(block_size=4, hash_block_size=4, **cache))
     pool = BlockPool(4, enable_caching=caching)
-    return make_tiers(replace(options, tensor_parallel_size=ranks), pool, POOL, None, Rate(), lambda done: None)  # type: ignore[arg-type]
+    return make_tiers(options, pool, NodePool(POOL, POOL, layout, None), None, Rate(), lambda done: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("asked", [{"host_tier_bytes": 1 << 20}, {"disk_tier_bytes": 1 << 20, "disk_tier_dir": "/tmp"}])
-def test_tiers_that_a_node_over_several_gpus_was_asked_for_are_refused(asked: dict) -> None:
-    with pytest.raises(ConfigError, match="tensor-parallel-size 1"):
-        made(ranks=2, **asked)
+def test_tiers_of_ranks_that_hold_copies_of_heads_are_refused(asked: dict) -> None:
+    with pytest.raises(ConfigError, match="copies of the model's 1 KV heads"):
+        made(layout=COPIES, **asked)
 
 
-def test_a_node_over_several_gpus_says_that_it_has_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_hold_copies_of_heads_say_that_they_have_none(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    assert made(ranks=2) is None
+    assert made(layout=COPIES) is None
     assert "no host tier" in caplog.text
 
 
