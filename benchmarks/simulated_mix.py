@@ -3,7 +3,8 @@ when the mix changes.
 
     python benchmarks/simulated_mix.py
 
-Prints, for each rate and division, the share of chats and of long prompts that keep their targets, and percentiles.
+Prints, for each rate and division, the share of chats and of long prompts that keep their targets, and percentiles;
+then, by the time that is promised a token, who of all keeps targets where nodes do all work and in each fixed division.
 """
 
 from __future__ import annotations
@@ -47,16 +48,26 @@ def divisions() -> Iterator[tuple[str, ClusterShape, PlacementName]]:
     yield "1+1 that lean, elastic", split(leans=True), "elastic"
 
 
-def is_good(job: Job) -> bool:
+def is_good(job: Job, targets: Targets = TARGETS) -> bool:
     num_more = job.request.num_output_tokens - 1
     tpot_s = (job.finished_at - job.first_token_at) / num_more
-    return job.first_token_at - job.arrived_at <= TARGETS.ttft_s and tpot_s <= TARGETS.tpot_s
+    return job.first_token_at - job.arrived_at <= targets.ttft_s and tpot_s <= targets.tpot_s
 
 
-def row(name: str, rate: float, simulation: Simulation) -> list[str]:
+def jobs_of(shape: ClusterShape, policy: PlacementName, rate: float, seconds: float, num_seeds: int) -> list[Job]:
+    """The jobs of some runs that differ by their seeds."""
+    found = []
+    for seed in range(1, num_seeds + 1):
+        simulation = Simulation(shape, policy)
+        simulation.run(requests(rate, seconds, 0.2, seed=seed))
+        found += simulation.jobs
+    return found
+
+
+def row(name: str, rate: float, all_jobs: Sequence[Job]) -> list[str]:
     found = [f"{rate:g}/s", name]
     for shape in (CHAT, LONG):
-        jobs = [job for job in simulation.jobs if job.num_prompt_tokens == shape[0]]
+        jobs = [job for job in all_jobs if job.num_prompt_tokens == shape[0]]
         ttft_ms = sorted(1e3 * (job.first_token_at - job.arrived_at) for job in jobs)
         tpot_ms = sorted(1e3 * (job.finished_at - job.first_token_at) / (shape[1] - 1) for job in jobs)
         good = sum(map(is_good, jobs)) / len(jobs)
@@ -77,19 +88,37 @@ def shift(num_prefill: int, num_decode: int) -> Simulation:
     return simulation
 
 
+def row_by_target(tpot_ms: float, num_nodes: int, rate: float, seconds: float, num_seeds: int) -> list[str]:
+    """Shares of all requests in time, by division."""
+    targets = Targets(TARGETS.ttft_s, tpot_ms / 1e3)
+    shapes: dict[tuple[ClusterShape, PlacementName], str] = {(NODES(num_nodes, targets=targets), "elastic"): "elastic"}
+    shapes[NODES(num_nodes, targets=targets), "prefix_aware"] = "prefix-aware"
+    for num_prefill in range(1, num_nodes):
+        split = NODES(0, num_prefill=num_prefill, num_decode=num_nodes - num_prefill, targets=targets)
+        shapes[split, "prefix_aware"] = f"{num_prefill}+{num_nodes - num_prefill}"
+    found = [f"{tpot_ms:g} ms", f"{num_nodes}"]
+    for (shape, policy), name in shapes.items():
+        jobs = jobs_of(shape, policy, rate, seconds, num_seeds)
+        good = sum(is_good(job, targets) for job in jobs) / len(jobs)
+        found.append(f"{name} {100 * good:.1f}")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seeds", type=int, default=4)
     options = parser.parse_args()
     rows = []
     for rate in (16.0, 8.0):
         for name, shape, policy in divisions():
-            simulation = Simulation(shape, policy)
-            simulation.run(requests(rate, options.seconds, 0.2))
-            rows.append(row(name, rate, simulation))
+            rows.append(row(name, rate, jobs_of(shape, policy, rate, options.seconds, options.seeds)))
     header = ["rate", "nodes", "chat good %", "TTFT ms p50 / p99", "TPOT ms p50 / p99", "long good %",
               "TTFT ms p50 / p99", "TPOT ms p50 / p99"]  # fmt: skip
     print(table(header, rows))
+    for num_nodes in (2, 4):
+        for tpot_ms in (7, 9.4, 12, 16, 25):
+            print("  ".join(row_by_target(tpot_ms, num_nodes, 8.0 * num_nodes, options.seconds, options.seeds)))
     for num_prefill, num_decode in ((2, 2), (1, 3), (1, 1)):
         changes = [(f"{at - 30:+.1f} s", side) for at, _, side in shift(num_prefill, num_decode).leanings.changes]
         print(f"{num_prefill}+{num_decode}, long prompts in place of chat at 0: {changes}")

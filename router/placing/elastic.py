@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
 
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.rate import AIMED_AT, STRETCH
+from tandem.router.placing.division import takers_of_streams
 from tandem.router.placing.outlook import Forecast, Outlook
 from tandem.router.placing.policies import DUPLICATE_COST, NO_ROOM_S, SEQUENCE_COST_TOKENS
 
@@ -27,6 +28,9 @@ LATE_S = 10.0  # what somebody who is late costs, in seconds of somebody's waiti
 CROWDED_COST = 2.0  # docs/simulator.md#256-nodes
 MOST_NODES = 4  # that compute one prompt; a guess
 SHARED_TOKENS = 4096  # of a prompt for each node that computes it, at least: shorter parts are all launches; a guess
+# Of prompts that are computed beside streams where nodes divide; longer ones take all that those streams can spare.
+BESIDE_STREAMS_TOKENS = 1024  # docs/measurements.md#deadlines-on-a-trace
+LEANING_RANK = {"decode": 1, "unified": 2, "prefill": 3}  # who takes streams first; 0: a decode node
 SHORTLIST = 8  # nodes that are looked at closely: of the least busy ones, and of those that hold most; a guess
 
 
@@ -124,12 +128,12 @@ class ElasticPlacement:
 
     def find(self, task: Task, fleet: Fleet, cached: Mapping[NodeKey, int], now: float) -> Plan | None:
         """The cheapest plan; None when no node may compute or none may decode. `cached`: leading tokens, by node."""
-        found = _Search(task, fleet, cached, now, self.most_nodes).plans()
+        found = _Search(task, _divided(task, fleet, cached), cached, now, self.most_nodes).plans()
         return min(found, key=_by_cost, default=None)
 
     def plans(self, task: Task, fleet: Fleet, cached: Mapping[NodeKey, int], now: float) -> list[Plan]:
         """All plans that are looked at, the cheapest first."""
-        return sorted(_Search(task, fleet, cached, now, self.most_nodes).plans(), key=_by_cost)
+        return sorted(_Search(task, _divided(task, fleet, cached), cached, now, self.most_nodes).plans(), key=_by_cost)
 
     def spread(
         self, task: Task, lead: Outlook, others: Sequence[Outlook], num_cached: int, now: float
@@ -141,6 +145,34 @@ class ElasticPlacement:
 
 def _by_cost(plan: Plan) -> tuple[float, tuple[NodeKey, ...], NodeKey]:
     return plan.cost_s, plan.computing, plan.decoding
+
+
+def _divided(task: Task, fleet: Fleet, cached: Mapping[NodeKey, int]) -> Fleet:
+    """The fleet in which streams have as few nodes as they need, where that matters (division.py): those compute what
+    is short. Leanings are no prices there, they say who takes streams first."""
+    if not task.moves:
+        return fleet
+
+    def rank(key: NodeKey) -> int:
+        return 0 if key in fleet.stays else LEANING_RANK[fleet.leanings.get(key, "unified")]
+
+    takers_of = [node for node in fleet.decoding if node.key not in fleet.takes_none]
+    known = {node.key for node in fleet.decoding}
+    takers = takers_of_streams(takers_of, task.tpot_s, any(node.key not in known for node in fleet.computing), rank)
+    if takers is None or takers.issuperset(node.key for node in fleet.computing):
+        return fleet
+
+    def may_compute(node: Outlook) -> bool:
+        is_short = task.num_prompt_tokens - cached.get(node.key, 0) <= BESIDE_STREAMS_TOKENS
+        return is_short or not node.num_streams or node.key not in takers
+
+    return replace(
+        fleet,
+        computing=[node for node in fleet.computing if may_compute(node)],
+        decoding=[node for node in fleet.decoding if node.key in takers or node.key in fleet.takes_none],
+        stays=fleet.stays | takers,
+        leanings={},
+    )
 
 
 class _Search:

@@ -88,4 +88,5 @@ def report_of(node: SimulatedNode, costs: CostModel, targets: Targets, prompt_sh
         free_tokens=node.num_free_blocks * TRACE_BLOCK,
         targets=targets,
         prompt_share=prompt_share,
+        least_step_s=costs.decode_s(0, 0),
     )

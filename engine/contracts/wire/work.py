@@ -30,6 +30,7 @@ class NodeReport(msgspec.Struct, frozen=True, array_like=True):
     free_tokens: Count = (1 << 31) - 1  # of KV that nobody holds
     targets: Targets = NO_TARGETS  # what it promises to requests that bring no promise
     prompt_share: Seconds = 0.0  # of its time that prompts took lately
+    least_step_s: Seconds = 0.0  # of a step of streams without context; 0.0: not measured
 
 
 class Leaning(msgspec.Struct, frozen=True, array_like=True):

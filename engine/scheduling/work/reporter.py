@@ -79,4 +79,5 @@ class WorkReporter:
             free_tokens=min(state.pool.num_free * state.block_size, MOST_COUNT),
             targets=state.targets,
             prompt_share=min(1.0, self._worked_lately() / LATELY_S),
+            least_step_s=step_s,
         )

@@ -143,3 +143,23 @@ def test_nodes_lean_the_other_way_within_five_seconds_of_a_shift() -> None:
     assert (side, first <= 25) == ("prefill", True)
     assert simulation.leanings.sides[key] == "prefill"
     assert all(job.finished_at for job in simulation.jobs)
+
+
+def test_at_a_tight_time_a_token_two_nodes_divide_and_keep_as_many_targets_as_fixed_roles() -> None:
+    """Chat and long prompts at 7 ms a token, of which reading the weights takes 4.5."""
+    targets = Targets(0.3, 0.007)
+    requests = [TraceRequest(at / 12, 256, 256, (at,)) for at in range(120)]
+    requests += [
+        TraceRequest(at / 3 + 0.01, 8192, 32, tuple(range(16 * at + 1000, 16 * at + 1016))) for at in range(30)
+    ]
+    requests.sort(key=lambda each: each.arrival_s)
+    good = {}
+    for name, shape, policy in (
+        ("two", ClusterShape(2, 850_000, 0, targets=targets), "elastic"),
+        ("leaning", ClusterShape(0, 850_000, 0, num_prefill=1, num_decode=1, targets=targets, leans=True), "elastic"),
+        ("fixed", ClusterShape(0, 850_000, 0, num_prefill=1, num_decode=1, targets=targets), "prefix_aware"),
+    ):
+        simulation = run(shape, *requests, policy=policy)  # type: ignore[arg-type]
+        good[name] = summarize_jobs(simulation.jobs, simulation.nodes, targets).good_share
+    assert good["two"] >= good["fixed"] > 0.9
+    assert good["leaning"] >= good["fixed"]
