@@ -306,6 +306,7 @@ class DecoderModel(nn.Module):
         if config.quantisation is not None:
             self._quantise(config.quantisation, scale_dtype, device)
         self._allocate(device)
+        self.expert_counts = self._count_experts(device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_model_len + 2).to(device)
@@ -314,6 +315,16 @@ class DecoderModel(nn.Module):
         self._compiled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         blocks = [module for module in self.modules() if isinstance(module, SelfAttention)]
         self.attention_layers: dict[str, Attention] = {block.layer_name: block.attention for block in blocks}
+
+    def _count_experts(self, device: torch.device | str) -> torch.Tensor | None:
+        """int32 [layers with experts, experts]: how many tokens chose each so far, counted by rank 0 (0 elsewhere)."""
+        layers = [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
+        if self.config.mixture is None or not layers or (self.group is not None and self.group.shard.rank):
+            return None
+        counts_LX = torch.zeros((len(layers), self.config.mixture.num_experts), dtype=torch.int32, device=device)
+        for layer, counts_X in zip(layers, counts_LX, strict=True):
+            layer.count_in(counts_X)
+        return counts_LX
 
     def _allocate(self, device: torch.device | str) -> None:
         """Makes uninitialised parameters on the device. torch's to_empty would import an algebra system (sympy)."""

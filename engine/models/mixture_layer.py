@@ -10,10 +10,13 @@ from torch import nn
 
 from tandem.engine.contracts.model_config import MixtureConfig
 from tandem.engine.contracts.weights.quantisation import Quantisation
+from tandem.kernels.api.forward_context import get_forward_context
+from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.experts.mixture import Stack, add_mixture, mixture, takes_few
 from tandem.kernels.experts.plans import Routing
 from tandem.kernels.experts.routing import route
 from tandem.kernels.experts.stacked import StackedWeight, empty_stacked
+from tandem.kernels.experts.tally import Tally
 from tandem.kernels.products import few_rows
 from tandem.kernels.products.matmul import linear
 
@@ -67,15 +70,27 @@ class MixtureOfExperts(nn.Module):
         self.gate = ExpertScores(hidden_size, config.num_experts)
         self.experts = StackedExperts(hidden_size, config)
         self.routing = Routing(config.top_k, renormalises=config.renormalises, held=config.held)
+        self._counts_X: torch.Tensor | None = None
+
+    def count_in(self, counts_X: torch.Tensor) -> None:
+        """Has it be counted, int32, how many tokens each of all experts is chosen by, from now on."""
+        self._counts_X = counts_X
+
+    def _tally(self, num_tokens: int) -> Tally | None:
+        """None where nothing is counted: tokens left out before a pass's last layer have no slots at hand."""
+        if self._counts_X is None or not isinstance(metadata := get_forward_context().attn_metadata, AttentionMetadata):
+            return None
+        slots_T = metadata.slot_mapping
+        return Tally(self._counts_X, slots_T) if len(slots_T) == num_tokens else None
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        ids_Tk, weights_Tk = route(linear(x_TE, self.gate.weight), self.routing)
+        ids_Tk, weights_Tk = route(linear(x_TE, self.gate.weight), self.routing, tally=self._tally(len(x_TE)))
         return mixture(x_TE, ids_Tk, weights_Tk, self.experts.gate_up_proj, self.experts.down_proj)
 
     def forward_few_rows(self, residual_RE: torch.Tensor, gain_E: torch.Tensor, eps: float) -> None:
         """residual += mixture of the normalised residual, in four launches."""
         scores_RX = few_rows.norm_linear(residual_RE, gain_E, eps, self.gate.weight)
-        ids_Rk, weights_Rk = route(scores_RX, self.routing)
+        ids_Rk, weights_Rk = route(scores_RX, self.routing, tally=self._tally(len(scores_RX)))
         experts = self.experts
         add_mixture(residual_RE, (gain_E, eps), ids_Rk, weights_Rk, experts.gate_up_proj, experts.down_proj)
 

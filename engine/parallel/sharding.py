@@ -54,6 +54,10 @@ class Shard:
             return msgspec.structs.replace(mixture, held=self._run(mixture.num_experts))
         return msgspec.structs.replace(mixture, width=mixture.width // self.size)
 
+    def first_experts(self, num_experts: int) -> list[int]:
+        """Each rank's first, where experts are shared out whole."""
+        return [rank * num_experts // self.size for rank in range(self.size)]
+
     def num_kv_heads(self, num_all: int) -> int:
         """How many of a model's KV heads each rank holds."""
         return max(1, num_all // self.size)

@@ -21,6 +21,7 @@ from tandem.engine.running.decode_graphs import REPLAYED_TOKENS, DecodeGraphs
 from tandem.engine.running.drawing import TokenDrawing
 from tandem.engine.running.eager_steps import EagerSteps
 from tandem.engine.running.encoder_spans import EncoderSpans, SpanPart
+from tandem.engine.running.expert_balance import make_expert_balance
 from tandem.engine.running.faults import StepFaults
 from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.running.runner_needs import AdapterMemory, Followers, Model, QualityProbe
@@ -74,7 +75,8 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self._max_chunk = options.max_prefill_chunk or options.max_num_batched_tokens
         self._faults = StepFaults(model.group, self.device)
-        self.counters = self._faults.counters
+        self._counters = self._faults.counters
+        self._balance = make_expert_balance(model)
         self.spans: EncoderSpans | None = None
         if model.encoder is not None:  # all but the spans has the decoder's positions
             self.max_model_len = model.encoder.facts.max_decoder_len
@@ -87,7 +89,7 @@ class ModelRunner:
         builder = metadata_backend(layers).get_builder_cls()()
         if model.encoder is not None:
             self.spans = EncoderSpans(
-                model.encoder, options.max_num_seqs, block_size, self.device, builder, self.counters
+                model.encoder, options.max_num_seqs, block_size, self.device, builder, self._counters
             )
         self.sharing: PrefixSharing | None = None
         if options.share_prefixes:
@@ -130,7 +132,13 @@ class ModelRunner:
         if connector is not None and (output.connector_meta is not None or not is_replayed):
             connector.wait_for_save()
         self._drawing.end(step)
+        if self._balance is not None:
+            self._balance.step_launched()
         return step
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return {**self._counters, **({} if self._balance is None else self._balance.counters())}
 
     def _launch(self, output: SchedulerOutput, span_parts: Sequence[SpanPart], step: LaunchedStep) -> bool:
         """Runs the encoder for what the step needs of it, then the decoder. Returns whether a graph was replayed."""

@@ -45,6 +45,10 @@ class Model(DecoderLike, Protocol):
     @property
     def cross_layers(self) -> Mapping[str, Attention]: ...
 
+    @property
+    def expert_counts(self) -> torch.Tensor | None:
+        """int32 [layers with experts, experts]: how many tokens chose each so far; None: nobody counts."""
+
     def compile_forward(self) -> None: ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...

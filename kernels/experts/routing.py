@@ -5,23 +5,25 @@ from __future__ import annotations
 import torch
 
 from tandem.kernels.experts.plans import Routing
+from tandem.kernels.experts.tally import Tally
 from tandem.kernels.products.fused_ops import is_fused
 from tandem.kernels.reference import experts as twins
 
 
 def route(
-    logits_TX: torch.Tensor, routing: Routing, bias_X: torch.Tensor | None = None
+    logits_TX: torch.Tensor, routing: Routing, bias_X: torch.Tensor | None = None, tally: Tally | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """ids int32 [T, k] and weights fp32 [T, k], the best expert first; of equals that of the lowest id. `bias_X`: added
-    to scores where experts are compared, not where they count. Of experts that aren't here the id is NOT_HERE."""
+    to scores where experts are compared, not where they count. Of experts that aren't here the id is NOT_HERE. Where
+    there is a `tally`, each choice is counted."""
     if not is_fused(logits_TX) or not _is_served(logits_TX, routing):
-        return twins.route(logits_TX, routing, bias_X)
+        return twins.route(logits_TX, routing, bias_X, tally)
     from tandem.kernels.triton_kernels.experts.route import route_triton
 
     return route_triton(
         logits_TX, routing.top_k, sigmoid=routing.scores == "sigmoid", renormalise=routing.renormalises,
         bias_X=bias_X, groups=(routing.groups, routing.kept_groups), by_pairs=routing.by_pairs, factor=routing.factor,
-        held=routing.held or (0, logits_TX.shape[1]),
+        held=routing.held or (0, logits_TX.shape[1]), tally=tally,
     )  # fmt: skip
 
 

@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from tandem.kernels.experts.plans import NOT_HERE, Routing
 from tandem.kernels.experts.stacked import StackedWeight, expert_matrix
+from tandem.kernels.experts.tally import Tally
 
 
 def route(
-    logits_TX: torch.Tensor, routing: Routing, bias_X: torch.Tensor | None = None
+    logits_TX: torch.Tensor, routing: Routing, bias_X: torch.Tensor | None = None, tally: Tally | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """ids int32 [T, k] and weights fp32 [T, k]: the best experts of each token, the best first; NOT_HERE for others
     than those held."""
@@ -31,6 +32,9 @@ def route(
     weights = scores.gather(1, ids)
     if routing.renormalises:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    if tally is not None:
+        chosen = ids[tally.slots_T >= 0].flatten()
+        tally.counts_X.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))
     if routing.held is not None:
         first, end = routing.held
         ids = torch.where((ids >= first) & (ids < end), ids - first, NOT_HERE)

@@ -18,6 +18,7 @@ class OverAnotherCache:
     group = None
     encoder = None
     cross_layers: Mapping[str, Attention] = {}
+    expert_counts = None  # those of the model are counted already
 
     def __init__(self, model: Model) -> None:
         self._model = model

@@ -61,6 +61,15 @@ _GAUGES = {
     "leans_decode": ("leans_to_streams", "1: it does all work, and is for streams first"),
     "adapter_slots_used": ("adapter_slots_used", "Slots whose LoRA adapter some running sequence has"),
     "adapter_host_bytes": ("adapter_host_bytes", "Bytes of LoRA adapters in host memory"),
+    "expert_imbalance": (
+        "expert_imbalance",
+        "Tokens of a layer's busiest expert over its experts' mean, averaged over layers (docs/mixtures_of_experts.md)",
+    ),
+    "expert_imbalance_worst": ("expert_imbalance_worst", "The same of the layer that is least even"),
+    "expert_rank_imbalance": (
+        "expert_rank_imbalance",
+        "Tokens of the busiest GPU's experts over the mean, averaged over layers (--enable-expert-parallel)",
+    ),
     "directory_connected": ("directory_connected", "1: Redis takes what this node has cached"),
     "directory_blocks": ("directory_blocks", "Blocks that the directory names for this node"),
     "directory_generations": ("directory_generation", "How often this node has announced itself anew"),
@@ -88,6 +97,7 @@ _COUNTERS = {
         "Launches that failed: the next backend, or torch, computed the step",
     ),
     "kernels_compiled_late": ("kernels_compiled_late", "Kernels compiled after the start"),
+    "expert_tokens": ("expert_tokens", "Times that tokens chose experts, over all layers"),
     "kv_overflows": ("kv_overflows", "Values too large for the cache's format"),
     "kv_overflow_requests": ("kv_overflow_requests", "Attempts whose KV the cache's format could not hold"),
     "precise_kv_requests": ("precise_kv_requests", "Attempts served with 16-bit KV beside the pool"),

@@ -117,6 +117,18 @@ def test_a_prefix_is_pulled_from_another_number_of_ranks(nodes: Nodes, here: int
     check_greedy(tiny_model(MODEL), prompt, result.output(), 16)
 
 
+def figures_after_a_long_prompt(node: NodeInfo) -> dict[str, float]:
+    """A node's, once enough of its tokens have chosen experts for them to say how evenly."""
+    client = Client(node)
+    try:
+        client.submit("long", random_prompt(400, seed=9), changed(GREEDY, max_tokens=1), decode=node)
+        client.wait()
+        client.until(lambda: "expert_imbalance" in client.statuses[node.node_id].counters)
+        return dict(client.statuses[node.node_id].counters)
+    finally:
+        client.close()
+
+
 @pytest.mark.parametrize("shared", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_whole_experts_on_ranks_beside_all_on_one(shared: str) -> None:
     """Of the role `shared` two ranks with half of the experts each; the other node has all."""
@@ -128,6 +140,9 @@ def test_whole_experts_on_ranks_beside_all_on_one(shared: str) -> None:
         outputs = run_all(infos["decode"], infos["prefill"], changed(GREEDY, max_tokens=16), "experts")
         for length, tokens in zip(LENGTHS, outputs, strict=True):
             check_greedy(folder, random_prompt(length, length), tokens, 16)
+        if shared == "decode":
+            figures = figures_after_a_long_prompt(infos["decode"])
+            assert 1 < figures["expert_rank_imbalance"] < figures["expert_imbalance"] < 6
     finally:
         one.stop()
         child.stop()

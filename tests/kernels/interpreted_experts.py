@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from tandem.kernels.experts.plans import FewPlan, GroupedPlan, MixturePlan, Routing
 from tandem.kernels.experts.stacked import StackedWeight, empty_stacked
+from tandem.kernels.experts.tally import Tally
 from tandem.kernels.products.quantised import quantise_rows
 from tandem.kernels.reference import experts as twins
 from tandem.kernels.triton_kernels.experts import sort
@@ -29,13 +30,17 @@ def test_the_best_experts_are_chosen(routing: Routing, num_experts: int, has_bia
     torch.manual_seed(num_experts)
     logits = torch.randn(7, num_experts + 3)[:, :num_experts]
     bias = torch.rand(num_experts) if has_bias else None
+    counts, expected_counts = torch.zeros(2, num_experts, dtype=torch.int32)
+    slots = torch.tensor([5, -1, 0, 3, 4, -1, 9])
     ids, weights = route_triton(
         logits, routing.top_k, sigmoid=routing.scores == "sigmoid", renormalise=routing.renormalises, bias_X=bias,
         groups=(routing.groups, routing.kept_groups), by_pairs=routing.by_pairs, factor=routing.factor,
-        held=routing.held or (0, num_experts),
+        held=routing.held or (0, num_experts), tally=Tally(counts, slots),
     )  # fmt: skip
-    expected_ids, expected = twins.route(logits, routing, bias)
+    expected_ids, expected = twins.route(logits, routing, bias, Tally(expected_counts, slots))
     assert torch.equal(ids, expected_ids)
+    assert torch.equal(counts, expected_counts)
+    assert int(counts.sum()) == 5 * routing.top_k
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
 
 

@@ -24,6 +24,7 @@ from tandem.kernels.triton_kernels.experts.grouped import add_up_kernel, grouped
 TYPES = {
     "x": "*bf16", "weight": "*bf16", "y": "*bf16", "products": "*bf16", "logits": "*bf16", "bias": "*fp32",
     "weights": "*fp32", "ids": "*i32", "order": "*i32", "tiles": "*i32", "scales": "*fp32", "x_scales": "*fp32",
+    "tally": "*i32", "slots": "*i64",
 }  # fmt: skip
 QWEN3_30B = MixtureSizes(128, 8, 2048, 768)
 PLAIN = {"SCALED": False, "GROUP": 0}
@@ -79,7 +80,7 @@ def test_products_over_e4m3_compile() -> None:
 def test_what_lies_between_products_compiles() -> None:
     constants = {
         "NUM_EXPERTS": 256, "PADDED": 256, "TOP_K": 8, "TOP_K_PAD": 8, "SIGMOID": True, "HAS_BIAS": True,
-        "RENORMALISE": True, "GROUPS": 8, "KEPT_GROUPS": 4, "BY_PAIRS": True, "num_warps": 1,
+        "RENORMALISE": True, "GROUPS": 8, "KEPT_GROUPS": 4, "BY_PAIRS": True, "COUNTS": True, "num_warps": 1,
     }  # fmt: skip
     compile_kernel(route.route_kernel, {**TYPES, "factor": "fp32"}, constants)
     compile_kernel(sort.sort_kernel, TYPES, {"BLOCK": sort.MANY_PAIRS, "num_warps": 16})

@@ -58,6 +58,8 @@ class HFModel(nn.Module):
     Shape legend: T tokens, N rows, E hidden size, V logits.
     """
 
+    expert_counts: torch.Tensor | None = None  # nobody counts which experts transformers' routers choose
+
     def __init__(
         self,
         causal: PreTrainedModel,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tandem.kernels.experts.tally import Tally
 from tandem.kernels.triton_kernels.common import begin, overlap
 
 
@@ -39,12 +40,16 @@ def _in_best_groups(choice, GROUPS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.c
     return tl.where(kept[:, None] > 0, by_group, float("-inf")).reshape(GROUPS * SIZE)
 
 
-@triton.jit(do_not_specialize=["logits_row", "factor", "first", "end"])
+@triton.jit(
+    do_not_specialize=["logits_row", "factor", "first", "end"], do_not_specialize_on_alignment=["tally", "slots"]
+)
 def route_kernel(
     logits,  # [T, X], strides (logits_row, 1)
     bias,  # fp32 [X]: added to scores when experts are chosen, not when they count
     ids,  # int32 [T, TOP_K]: experts from `first` to `end`, counted from the first; -1: another
     weights,  # fp32 [T, TOP_K]
+    tally,  # COUNTS: int32 [X], to which each token that has a slot adds its choice
+    slots,  # COUNTS: int64 [T]
     logits_row,
     factor,
     first,
@@ -59,6 +64,7 @@ def route_kernel(
     GROUPS: tl.constexpr,  # 1: not by groups
     KEPT_GROUPS: tl.constexpr,
     BY_PAIRS: tl.constexpr,
+    COUNTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (T,)."""
@@ -88,6 +94,9 @@ def route_kernel(
         choice = tl.where(columns == expert, float("-inf"), choice)
     if RENORMALISE:
         counts = counts / (tl.sum(counts, 0) + 1e-20)
+    if COUNTS:
+        counted = (places < TOP_K) & (tl.load(slots + row) >= 0)
+        tl.atomic_add(tally + chosen, 1, mask=counted, sem="relaxed")
     here = (chosen >= first) & (chosen < end)
     tl.store(ids + row * TOP_K + places, tl.where(here, chosen - first, -1), mask=places < TOP_K)
     tl.store(weights + row * TOP_K + places, counts * factor, mask=places < TOP_K)
@@ -104,6 +113,7 @@ def route_triton(
     by_pairs: bool,
     factor: float,
     held: tuple[int, int],
+    tally: Tally | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """ids int32 [T, k], weights fp32 [T, k]. `groups`: (how many, how many are kept); their number and
     size are powers of two. `held`: the first expert that is here, and the one after the last."""
@@ -112,10 +122,12 @@ def route_triton(
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits_TX.device)
     if num_tokens:
         route_kernel[(num_tokens,)](
-            logits_TX, logits_TX if bias_X is None else bias_X, ids, weights, logits_TX.stride(0), factor, *held,
+            logits_TX, logits_TX if bias_X is None else bias_X, ids, weights, *(tally or (ids, ids)),
+            logits_TX.stride(0), factor, *held,
             NUM_EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts),
             TOP_K=top_k, TOP_K_PAD=triton.next_power_of_2(top_k),
             SIGMOID=sigmoid, HAS_BIAS=bias_X is not None, RENORMALISE=renormalise,
-            GROUPS=groups[0], KEPT_GROUPS=groups[1], BY_PAIRS=by_pairs, num_warps=1, **overlap(logits_TX.device),
+            GROUPS=groups[0], KEPT_GROUPS=groups[1], BY_PAIRS=by_pairs, COUNTS=tally is not None,
+            num_warps=1, **overlap(logits_TX.device),
         )  # fmt: skip
     return ids, weights
