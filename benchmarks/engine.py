@@ -28,6 +28,7 @@ from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.books import SchedulerState
+from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.request import FailedEvent, Prompt, Request, TokenEvent
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -35,6 +36,7 @@ from tandem.engine.structured.grammars import Grammars
 from tandem.engine.structured.guides import Guides
 from tandem.kernels.check.compilations import CompilationCounter
 from tandem.kv_connector.transports.node_transports import NodeTransports
+from tandem.node.drafting.engine import make_drafting
 from tandem.node.pool import allocate_node_pool
 from tandem.node.ranks.leader import start_ranks
 from tandem.node.setup import LoadedModel, load, size_pool, with_device_defaults
@@ -69,11 +71,15 @@ class Engine:
         prompt_budget: int = 0,
         num_ranks: int = 1,
         lora: LoraOptions | None = None,
+        speculative_config: str = "",
+        clock: StepClock | None = None,
     ) -> None:
         options = NodeOptions(
             "unified",
             ModelOptions(model, load_format=load_format, max_model_len=max_model_len),  # type: ignore[arg-type]
-            scheduler=SchedulerOptions(decode_prompt_budget=prompt_budget, share_prefixes=True),
+            scheduler=SchedulerOptions(
+                decode_prompt_budget=prompt_budget, share_prefixes=True, speculative_config=speculative_config
+            ),
             cuda_graphs=cuda_graphs,
             tensor_parallel_size=num_ranks,
             lora=lora or LoraOptions(),
@@ -94,6 +100,10 @@ class Engine:
         self.on_gpu = self.loaded.device.type == "cuda"
         if cuda_graphs and self.on_gpu:
             self.runner.capture_decode_steps()
+        clock = clock or StepClock(lambda: 0.0)
+        self.drafting = make_drafting(self.loaded.draft, self.options, num_blocks, self.loaded.device, clock)
+        if self.drafting is not None:
+            self.drafting.warm_up(cuda_graphs and self.on_gpu, self.on_gpu)
         self.blocks = BlockPool(num_blocks, enable_caching=True)
         scheduler = Scheduler(
             SchedulerState(
@@ -105,6 +115,7 @@ class Engine:
                 root_for_salt=lambda salt: root_hash(b"benchmark", salt),
                 limits_prompt_work=True,
                 num_adapter_slots=options.lora.max_loras if options.lora.enable_lora else 0,
+                clock=clock,
             )
         )
         self.core = EngineCore(scheduler, self.runner)

@@ -1,12 +1,13 @@
 """Decoding with tokens guessed ahead beside decoding without: the same engine, requests and lengths, in one run.
 
     python benchmarks/speculation.py [MODEL_FOLDER] [--load-format dummy] [--drafts 3 4] [--chance 0.7] [--streams 1 64]
-                                     [--tokens 256] [--max-model-len 2048] [--eager]
+                                     [--tokens 256] [--max-model-len 2048] [--eager] [--draft-model FOLDER]
 
-Dummy weights say nothing that could be guessed, so acceptance is imposed: each draft counts as right with probability
-`--chance`, whatever the model draws. The work is that of real drafts; the text is nonsense. `right` is the share of
-drafts that counted, `host ms` what guessing itself takes a step, `idle` how long the device waits for the host behind a
-step with drafts, as the node measures it.
+With a draft model its steps take their time; without one guesses are looked up, which takes next to none. Dummy weights
+say nothing that could be guessed, so acceptance is imposed: each draft counts as right with probability `--chance`,
+whatever the model draws. The work is that of real drafts; the text is nonsense. `right` is the share of drafts that
+counted, `guess ms` what guessing itself takes a step, `idle` how long the device waits for the host behind a step with
+drafts, as the node measures it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,43 +28,66 @@ from tandem.engine.running.at_start.step_measure import measure_step_times
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.planner import StepPlan
 from tandem.engine.scheduling.request import FailedEvent, Request, TokenEvent
-from tandem.engine.scheduling.speculation.options import read_speculative_config
+from tandem.engine.scheduling.speculation.lookups import LookedUpTokens
+from tandem.engine.scheduling.speculation.options import PromptLookup, read_speculative_config
 from tandem.engine.scheduling.speculation.speculator import Speculator
 from tandem.engine.scheduling.step import SampleRow
-from tandem.engine.scheduling.step_pace import StepPace
 
 DEMO = str(Path(tandem.deploy.__file__).parent / "demo_model")
 NUM_PROMPT_TOKENS = 128
-CONFIG = '{"method": "ngram", "num_speculative_tokens": %d, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+LOOKUP = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+DRAFT = '{"method": "draft_model", "model": "%s", "num_speculative_tokens": 4}'
+
+
+class AnyTokens(LookedUpTokens):
+    """Guesses anything, after it has looked."""
+
+    def __init__(self) -> None:
+        options = read_speculative_config(LOOKUP)
+        assert isinstance(options, PromptLookup)
+        super().__init__(options)
+        self._random = random.Random(1)
+
+    def could_guess(self, request: Request, count: int) -> int:
+        super().could_guess(request, count)  # takes its time as well
+        return count
+
+    def guess(self, wanted: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
+        return {request: [self._random.randrange(10, 400) for _ in range(count)] for request, count in wanted.items()}
 
 
 class Imposed(Speculator):
-    """Guesses anything. Which guesses are right is drawn, in place of `void_samples`."""
+    """Draws which guesses are right, in place of `void_samples`, and makes them so."""
 
     def __init__(self, engine: Engine, num_drafts: int, chance: float) -> None:
-        options = read_speculative_config(CONFIG % num_drafts)
-        assert options is not None
+        self._num_drafts = num_drafts
         scheduler = engine.core.scheduler
-        super().__init__(options, scheduler.state, lambda: scheduler.pace.lead_s)
-        scheduler.pace = StepPace(StepClock(time.monotonic))
+        guesser = AnyTokens() if engine.drafting is None else engine.drafting.guesser
+        super().__init__(guesser, scheduler.state, lambda: scheduler.pace.lead_s)
         self._chance, self._random = chance, random.Random(0)
         self.seconds, self.num_plans = 0.0, 0
         scheduler_module.void_samples = self.void_samples  # type: ignore[attr-defined]
 
-    def add_drafts(self, plan: StepPlan) -> None:
+    @property
+    def num_speculative_tokens(self) -> int:
+        return self._num_drafts
+
+    def add_drafts(self, plan: StepPlan) -> float:
         began = time.perf_counter()
-        super().add_drafts(plan)
+        guess_s = super().add_drafts(plan)
         self.seconds += time.perf_counter() - began
         self.num_plans += 1
+        return guess_s
 
-    def _guesses(self, request: Request, count: int) -> list[int]:
-        super()._guesses(request, count)  # takes its time as well
-        return [self._random.randrange(10, 400) for _ in range(count)]
-
-    def void_samples(self, samples: Sequence[SampleRow], token_ids: Sequence[int]) -> set[int]:
+    def void_samples(self, samples: Sequence[SampleRow], token_ids: list[int]) -> set[int]:
         void: set[int] = set()
         for index, sample in enumerate(samples):
-            if sample.draft >= 0 and (index - 1 in void or self._random.random() >= self._chance):
+            if sample.draft >= 0 and index - 1 not in void:
+                is_right = self._random.random() < self._chance
+                token_ids[index - 1] = sample.draft if is_right else (sample.draft + 1) % 400
+                if is_right:
+                    continue
+            if sample.draft >= 0:
                 void.add(index)
         return void
 
@@ -97,15 +121,22 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--draft-model", default="", help="a folder; loaded as the model is")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     args = parser.parse_args()
-    engine = Engine(args.model, args.load_format, not args.eager, args.max_model_len)
+    config, clock = DRAFT % args.draft_model if args.draft_model else "", StepClock(time.monotonic)
+    engine = Engine(
+        args.model, args.load_format, not args.eager, args.max_model_len, speculative_config=config, clock=clock
+    )
     if engine.on_gpu:
         engine.core.scheduler.state.step_times.measured(measure_step_times(engine.runner, 1024))
         times = engine.core.scheduler.state.step_times
         print("step of rows, ms:", *(f"{rows}: {1e3 * times.seconds(rows):.2f}" for rows in (16, 64, 128, 256, 512)))
+        if engine.drafting is not None:
+            times = engine.drafting.guesser.times
+            print("of the draft, ms:    ", *(f"{rows}: {1e3 * times.seconds(rows):.2f}" for rows in (16, 64, 128)))
     decode(engine, 2, 16)
-    names = ("drafts", "ms/token", "tok/s", "speed", "steps", "right", "host ms", "idle ms")
+    names = ("drafts", "ms/token", "tok/s", "speed", "steps", "right", "guess ms", "idle ms")
     print("streams", *(f"{name:>8}" for name in names))
     for streams in args.streams:
         engine.core.scheduler.speculator = None

@@ -16,6 +16,7 @@ from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers
 from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder, SlackOrder
 from tandem.engine.scheduling.scheduler import OnPrompts, Scheduler
+from tandem.engine.scheduling.speculation.speculator import Guesser
 from tandem.engine.scheduling.work.leaning import OwnLeaning
 from tandem.node.adapters import nothing_held
 from tandem.node.handoffs import Handoffs
@@ -49,6 +50,7 @@ class NodeContext:
     is_settled: Callable[[int], bool]  # NodeTransports.is_settled
     precise: Scheduler | None = None  # of the engine beside, node/precise/engine.py
     on_prompts: OnPrompts = lambda prompts, seconds: None  # Scheduler's
+    guesser: Guesser | None = None  # Scheduler's
 
     def make_node(self, kind: type[ServingNode], pushes_prompts: bool) -> ServingNode:
         """Makes the logic of a node. With `pushes_prompts`, prompts in mode "prefill" are handed over while they are
@@ -97,6 +99,7 @@ class NodeContext:
                 num_adapter_slots=0 if loaded.adapters is None else loaded.adapters.num_slots,
             ),
             self.on_prompts,
+            self.guesser,
         )
 
     def _prompt_order(self) -> PromptOrder:

@@ -66,6 +66,7 @@ from tandem.node.control.outgoing import Outgoing
 from tandem.node.control.plane import ControlPlane
 from tandem.node.control.sockets import ControlSockets, advertised
 from tandem.node.directory import make_publisher
+from tandem.node.drafting.engine import make_drafting
 from tandem.node.loop import NodeLoop
 from tandem.node.pool import NodePool, allocate_node_pool, transports_of
 from tandem.node.precise.engine import make_precise_kv, precise_layout, raises_precision
@@ -157,6 +158,7 @@ class NodeProcess:
         self.quality = make_kv_quality(self.loaded.model, options, self.media)
         self.runner = self._make_runner(memory)
         self.precise = make_precise_kv(self.loaded, options, self.grammars)
+        self.drafting = make_drafting(loaded.draft, options, num_blocks, loaded.device, self._clock)
         self.control = self._make_control(sockets)
         self.logic = make_logic(self._context())
         self.publisher = make_publisher(options, self.info, num_blocks, None if self.tiers is None else self.tiers.kept)
@@ -174,10 +176,13 @@ class NodeProcess:
             self.precise.runner.warmup()
         if self.tiers is not None:
             self.tiers.warm_up()
+        measures = measures_steps(self.options, self.loaded.device)
+        if self.drafting is not None:
+            self.drafting.warm_up(self.loaded.replays_graphs, measures)
         if self.loaded.replays_graphs:
             self.launcher.doing("capturing graphs")
             self.runner.capture_decode_steps()
-        if measures_steps(self.options, self.loaded.device):
+        if measures:
             most = min(self.options.scheduler.max_num_batched_tokens, self.runner.max_model_len)
             self.logic.scheduler.state.step_times.measured(measure_step_times(self.runner, most))
         self._compilations.warn_from_now()
@@ -259,11 +264,9 @@ class NodeProcess:
         )
 
     def _make_media(self) -> MediaSlots | None:
-        encoder = self.loaded.model.media_encoder
-        if encoder is None:
-            return None
-        options = self.options
-        return MediaSlots(encoder, options.scheduler.max_num_seqs, options.cache.media_cache_bytes, self.loaded.device)
+        encoder, options = self.loaded.model.media_encoder, self.options
+        sizes = options.scheduler.max_num_seqs, options.cache.media_cache_bytes
+        return None if encoder is None else MediaSlots(encoder, *sizes, self.loaded.device)
 
     def _make_control(self, sockets: ControlSockets) -> ControlPlane:
         return ControlPlane(
@@ -284,15 +287,8 @@ class NodeProcess:
         }
         if self.tiers is not None:
             handlers[JobDone] = self.tiers.manager.on_done
-        self._effects = Effects(
-            self.info,
-            self.logic.handoffs,
-            self.transports,
-            self.transfer,
-            self.worker,
-            self._outgoing.send,
-            self._inbox.put,
-        )
+        parts = self.logic.handoffs, self.transports, self.transfer, self.worker
+        self._effects = Effects(self.info, *parts, self._outgoing.send, self._inbox.put)
         return NodeLoop(
             self.logic,
             self._make_core(),
@@ -330,6 +326,7 @@ class NodeProcess:
             self.transports.is_settled,
             None if self.precise is None else self.precise.scheduler,
             self._stories.chunks,
+            None if self.drafting is None else self.drafting.guesser,
         )
 
     def _make_profiler(self) -> NodeProfiler:
@@ -355,8 +352,7 @@ class NodeProcess:
         scheduler = self.options.scheduler
         longest_ms = scheduler.itl_max_ms or scheduler.tpot_target_ms or DECODE_ITL_MAX_MS
         slow_s = math.inf if self.options.role == "prefill" else (longest_ms + SLOW_STEP_MS) / 1e3
-        trace = self.trace
-        note = None if trace is None else lambda values: trace.note(NO_REQUEST, "slow step", **values)
+        note = None if (trace := self.trace) is None else lambda values: trace.note(NO_REQUEST, "slow step", **values)
         most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         return TurnTimes(slow_s, time.monotonic, time.thread_time, note, most)
 

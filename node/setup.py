@@ -26,6 +26,7 @@ from tandem.engine.precision.kv_scales import scales_of_random_prompts
 from tandem.engine.running.at_start.memory import profile_free_bytes
 from tandem.engine.running.runner_needs import Model
 from tandem.engine.scheduling.speculation.options import read_speculative_config
+from tandem.node.drafting.engine import LoadedDraft, load_draft
 from tandem.node.precise.another_cache import OverAnotherCache
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class LoadedModel:
     folder: Path
     replays_graphs: bool  # whether decode steps run as CUDA graphs
     adapters: NodeAdapters | None = None  # where requests may take some
+    draft: LoadedDraft | None = None  # where it guesses what the model will say
 
 
 def choose_device(options: NodeOptions) -> torch.device:
@@ -138,11 +140,14 @@ def load(
     if kept.dtype != dtype:
         _keep_kv_as(model, layout.group)
     adapters = _make_adapters(model, options.lora, dtype, device)
+    draft = load_draft(options, folder, config, max_model_len, device, dtype)
     if options.compile:
         model.compile_forward()
     served = served_name(options.model.model, options.model.served_name)
     replays = options.cuda_graphs and device.type == "cuda" and _can_be_captured(model, device, dtype, cache.block_size)
-    return LoadedModel(config, model, device, dtype, layout, identity, max_model_len, served, folder, replays, adapters)
+    return LoadedModel(
+        config, model, device, dtype, layout, identity, max_model_len, served, folder, replays, adapters, draft
+    )
 
 
 def _make_adapters(
@@ -213,13 +218,16 @@ def size_pool(loaded: LoadedModel, options: NodeOptions, taken_bytes: int = 0) -
         )
         if loaded.model.media_encoder is not None:
             free -= options.cache.media_cache_bytes
+        if loaded.draft is not None and loaded.replays_graphs:
+            free -= loaded.draft.graph_bytes(options.scheduler, loaded.device)
     else:
         free = free_host_bytes(most=1 << 30)
     free = max(0, free - taken_bytes)
     group = loaded.model.group
     if group is not None:
         free = group.smallest(free)
-    return num_blocks_for(options.cache, loaded.layout, free)
+    twin_bytes = 0 if loaded.draft is None else loaded.draft.layout.stride_bytes
+    return num_blocks_for(options.cache, loaded.layout, free, twin_bytes)
 
 
 def with_length_that_fits(loaded: LoadedModel, options: NodeOptions, num_blocks: int) -> LoadedModel:

@@ -110,8 +110,9 @@ def _on_cuda(num_elements: int, dtype: torch.dtype, device: torch.device) -> tor
         ) from error
 
 
-def num_blocks_for(options: CacheOptions, layout: KVLayout, free_bytes: int) -> int:
-    """Blocks of the pool: as asked (`num_blocks`, then `kv_cache_memory_bytes`), else as many as `free_bytes` hold.
+def num_blocks_for(options: CacheOptions, layout: KVLayout, free_bytes: int, twin_bytes: int = 0) -> int:
+    """Blocks of the pool: as asked (`num_blocks`, then `kv_cache_memory_bytes`), else as many as `free_bytes` hold,
+    with `twin_bytes` more for each.
 
     Raises ConfigError when they are fewer than MIN_BLOCKS.
     """
@@ -120,7 +121,7 @@ def num_blocks_for(options: CacheOptions, layout: KVLayout, free_bytes: int) -> 
             raise ConfigError(f"num_blocks is {options.num_blocks}: a pool needs at least {MIN_BLOCKS}")
         return options.num_blocks
     available = options.kv_cache_memory_bytes or free_bytes
-    num_blocks = max(available, 0) // layout.stride_bytes
+    num_blocks = max(available, 0) // (layout.stride_bytes + twin_bytes)
     if num_blocks < MIN_BLOCKS:
         source = "kv_cache_memory_bytes" if options.kv_cache_memory_bytes else "free memory"
         raise ConfigError(

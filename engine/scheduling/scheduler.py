@@ -24,8 +24,9 @@ from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.builder import StepBookings, StepBuilder
 from tandem.engine.scheduling.planner import StepPlanner
 from tandem.engine.scheduling.request import EngineEvent, PromptLogprobsEvent, Request, RequestState, TokenEvent
-from tandem.engine.scheduling.speculation.options import read_speculative_config
-from tandem.engine.scheduling.speculation.speculator import Speculator
+from tandem.engine.scheduling.speculation.lookups import LookedUpTokens
+from tandem.engine.scheduling.speculation.options import PromptLookup, read_speculative_config
+from tandem.engine.scheduling.speculation.speculator import Guesser, Speculator
 from tandem.engine.scheduling.speculation.verdicts import void_samples
 from tandem.engine.scheduling.step import RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput, WrittenSlots
 from tandem.engine.scheduling.step_pace import StepPace
@@ -41,14 +42,22 @@ class Scheduler:
     Requests come by `add` and `add_committed` of its `state` and go by their last token, `abort` or a FailedEvent.
     """
 
-    def __init__(self, state: SchedulerState, on_prompts: OnPrompts = lambda prompts, seconds: None) -> None:
-        """`on_prompts` is told of the parts of prompts in a step, and of its seconds, when it has ended."""
+    def __init__(
+        self,
+        state: SchedulerState,
+        on_prompts: OnPrompts = lambda prompts, seconds: None,
+        guesser: Guesser | None = None,
+    ) -> None:
+        """`on_prompts` is told of the parts of prompts in a step, and of its seconds, when it has ended. `guesser`
+        None: prompt lookup where the options ask for it, else nothing is guessed."""
         self.state, self._on_prompts = state, on_prompts
         self.beams = BeamCarriers(state)
         self.pace = StepPace(state.clock)
         self._planner = StepPlanner(state)
-        lookup = read_speculative_config(state.options.speculative_config)
-        self.speculator = None if lookup is None else Speculator(lookup, state, lambda: self.pace.lead_s)
+        asked = read_speculative_config(state.options.speculative_config)
+        if guesser is None and isinstance(asked, PromptLookup):
+            guesser = LookedUpTokens(asked)
+        self.speculator = None if guesser is None else Speculator(guesser, state, lambda: self.pace.lead_s)
         self.work = WorkReporter(state, self._planner.prompt_s_per_token)
         self._launched: dict[int, StepBookings] = {}
         self._withheld: list[tuple[Request, Callable[[], None]]] = []  # in order
@@ -62,7 +71,7 @@ class Scheduler:
         if not plan.rows:
             return None
         if self.speculator is not None:
-            self.speculator.add_drafts(plan)
+            self.pace.guessed(self.speculator.add_drafts(plan))
         step_id = self._next_step
         self._next_step += 1
         output, launched = StepBuilder(self.state, step_id).build(plan)

@@ -33,6 +33,10 @@ class StepPace:
         """Notes that a step is about to be planned."""
         self._decided_at = self._clock.now()
 
+    def guessed(self, seconds: float) -> None:
+        """Notes for how long the device guessed what the planned step is to check: that time is not the host's."""
+        self._decided_at += seconds
+
     def executed(self, num_tokens: int) -> None:
         """Notes that the device has the step that was planned last."""
         self._newest_size = size = size_of(num_tokens)

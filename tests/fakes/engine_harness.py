@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,7 @@ from tandem.engine.scheduling.request import (
     TokenEvent,
 )
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.engine.scheduling.speculation.options import read_speculative_config
-from tandem.engine.scheduling.speculation.speculator import Speculator
+from tandem.engine.scheduling.speculation.draft_model import DraftedTokens
 from tests.fakes.made_requests import made_request
 
 BLOCK = 4
@@ -40,7 +39,6 @@ EOS = 7
 MAX_MODEL_LEN = 64
 SALTS = (b"", b"tenant")
 ADAPTERS = (0, 1, 2, 3)  # 0: none
-GUESSING = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
 TierSizes = tuple[int, int, int, int]  # host blocks, disk blocks, lag, bad_every: as FakeTiers takes them
 
 
@@ -71,14 +69,24 @@ def expected_beams(prompt: Sequence[int], sampling: SamplingParams) -> list[tupl
     return [([b.token_id for b in h.beam.path()], h.beam.finish_reason or "") for h in search.hypotheses]
 
 
-class HalfRight(Speculator):
-    """Guesses what the fake model will say, and now and then something else."""
+class HalfRight:
+    """A `Guesser` of what the fake model will say, and now and then of something else."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        options = read_speculative_config(GUESSING)
-        assert options is not None
-        super().__init__(options, scheduler.state, lambda: 0.0)
+    num_speculative_tokens = 4
+
+    def __init__(self) -> None:
         self._rng = random.Random(0)
+
+    def could_guess(self, request: Request, count: int) -> int:
+        return count
+
+    def seconds(self, num_sequences: int) -> float:
+        return 0.0
+
+    def keep(self, running: Collection[Request]) -> None: ...
+
+    def guess(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
+        return {request: self._guesses(request, count) for request, count in wanted.items()}
 
     def _guesses(self, request: Request, count: int) -> list[int]:
         known = request.known_token_ids().tolist()
@@ -108,16 +116,18 @@ class Harness:
         clock: StepClock | None = None,
         num_adapter_slots: int = 2,
         speculates: bool = False,
+        draft: FakeRunner | None = None,
         **options: float,
     ) -> None:
-        config = GUESSING if speculates else ""
+        """`speculates`: half of what is guessed is right; `draft`: what it draws is guessed."""
         self.options = SchedulerOptions(
-            **{"max_num_seqs": 8, "max_num_batched_tokens": 16, "speculative_config": config, **options}  # type: ignore[arg-type]
+            **{"max_num_seqs": 8, "max_num_batched_tokens": 16, **options}  # type: ignore[arg-type]
         )
         self.pool = pool or BlockPool(num_blocks, caching)
         self.connector = FakeConnector(self.pool, keeps_finished)
         self.runner = FakeRunner(self.pool.num_blocks, BLOCK, self.options.max_num_seqs, [EOS])
         self.tiers = None if tiers is None else FakeTiers(self.pool, self.runner, *tiers)
+        drafted = None if draft is None else DraftedTokens(draft, 4, BLOCK, MAX_MODEL_LEN, StepClock(lambda: 0.0))
         self.scheduler = Scheduler(
             SchedulerState(
                 self.options,
@@ -132,10 +142,9 @@ class Harness:
                 tiers=None if self.tiers is None else self.tiers.manager,
                 clock=clock,
                 num_adapter_slots=num_adapter_slots,
-            )
+            ),
+            guesser=HalfRight() if speculates else drafted,
         )
-        if speculates:
-            self.scheduler.speculator = HalfRight(self.scheduler)
         self.core = EngineCore(self.scheduler, self.runner, pipelined, self.runner.find_saturated)
         self.external: Counter[int] = Counter()
         self.requests: dict[str, Request] = {}

@@ -80,6 +80,7 @@ class FakeRunner:
         self._tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._block_tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._settings: list[NewSlot | None] = [None] * max_num_seqs
+        self.takes_adapters = True  # a draft model takes none
         self._adapters: dict[int, bytes] = {}  # in their slots; the seed of a sequence says which is its own
         self._queue: list[SchedulerOutput] = []
         self._results: dict[int, RunnerOutput] = {}
@@ -203,7 +204,8 @@ class FakeRunner:
         table, new = self._tables[row.slot], self._settings[row.slot]
         assert new is not None
         adapter = self._adapters[new.adapter] if new.adapter else b""
-        assert adapter == (bytes([new.sampling.seed]) if new.sampling.seed else b""), "a row takes another's adapter"
+        own = bytes([new.sampling.seed]) if new.sampling.seed and self.takes_adapters else b""
+        assert adapter == own, "a row takes another's adapter"
         assert row.num_tokens > 0, "a row without a token has no logits"
         assert row.start + row.num_tokens <= len(table), "a row computes a token that nobody made"
         for position in range(row.start):
@@ -267,3 +269,33 @@ class FakeRunner:
                 tokens = np.array(prefix, np.int32)
                 found = {hash_blocks(tokens, self.block_size, root)[-1] for root in roots}
                 assert block_hash in found, f"cached block {block_id} holds other tokens than its hash says"
+
+
+class FakeDraft(FakeRunner):
+    """A draft model: draws what the served model does, but for every `wrong_every`th token (0: all are right)."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, max_num_seqs: int, eos_token_ids: Sequence[int], wrong_every: int = 0
+    ) -> None:
+        super().__init__(num_blocks, block_size, max_num_seqs, eos_token_ids)
+        self.takes_adapters = False
+        self._wrong_every, self._num_drawn = wrong_every, 0
+
+    def _write(self, row: ScheduledRow, written: set[tuple[int, int]]) -> None:
+        super()._write(row, set())  # sequences that share a block may write the same to its twin
+
+    def _sample(self, sample: SampleRow, prefix: Prefix) -> int:
+        known = self._tables[sample.slot][sample.position :]
+        token = super()._sample(sample, prefix)
+        self._num_drawn += 1
+        if self._wrong_every and self._num_drawn % self._wrong_every == 0:
+            token = self._tables[sample.slot][-1] = (token + 1) % VOCAB
+        if known:  # a known token's place, and nobody reads there again
+            self._tables[sample.slot][sample.position :] = known
+        return token
+
+    def _fail(self, output: SchedulerOutput) -> RunnerOutput:
+        result = super()._fail(output)
+        self._doomed |= {output.step_id}
+        self.failing.discard(output.step_id)
+        return result

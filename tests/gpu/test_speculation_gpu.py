@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ import tandem.deploy
 from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.scheduling.step_times import StepTimes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
 GUESSING = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+DRAFTING = json.dumps({"method": "draft_model", "model": str(DEMO), "num_speculative_tokens": 3})
 CODE = """def read_lines(path, encoding):
     with open(path, encoding=encoding) as file:
         return file.readlines()
@@ -52,3 +55,28 @@ def test_outputs_are_those_without_guesses() -> None:
     print(f"steps without: {plain_steps}, with: {steps}, {counters}")
     assert guessed == plain
     assert steps["greedy"] <= plain_steps["greedy"] / 1.5
+
+
+def test_a_draft_model_changes_no_output() -> None:
+    plain, _, _ = serve("")
+    guessed, steps, counters = serve(DRAFTING)
+    print(f"steps: {steps}, {counters}")
+    assert guessed == plain
+
+
+def test_a_draft_model_that_is_the_model_is_nearly_always_right() -> None:
+    """Parts of prompts, rows of one and of two tokens, as graphs: the same tokens as the model's own. Nothing is known
+    of what steps take here, so that all that is likely is guessed, whatever it costs."""
+    options = node_options("unified", DEMO, device="cuda", block_size=64, speculative_config=DRAFTING)
+    node = Node(type(options)(**{**vars(options), "model": ModelOptions(str(DEMO), dtype="float32")}))
+    assert node.process.drafting is not None
+    prompt = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(CODE * 4).ids
+    with client_of([node]) as client:
+        scheduler = node.process.logic.scheduler
+        scheduler.state.step_times = StepTimes()
+        for name in ("greedy", "drawn"):
+            client.submit(name, prompt, ASKED[name], decode=node.info)
+        client.wait()
+        counters = scheduler.spec_counters
+        print(counters)
+        assert counters["spec_accepted_tokens"] > 0.9 * counters["spec_draft_tokens"] > 200

@@ -42,6 +42,16 @@ def profile_free_bytes(
     return int(total * gpu_memory_utilization) - peak - others
 
 
+def graph_bytes(
+    model: Model, layout: KVLayout, options: SchedulerOptions, max_model_len: int, device: torch.device
+) -> int:
+    """What captured steps of another model on the device will hold; all else that its steps take, these find free."""
+    pool = allocate_pool(layout, 1, device)
+    runner = ModelRunner(model, pool, options, layout.block_size, max_model_len, ())
+    runner.warmup()
+    return _graph_bytes(runner, device)
+
+
 def _graph_bytes(runner: ModelRunner, device: torch.device) -> int:
     """What captured decode steps will hold: one largest step (they share its memory) and the driver's own part."""
     before = torch.cuda.memory_allocated(device)

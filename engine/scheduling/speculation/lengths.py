@@ -38,23 +38,25 @@ def num_worthwhile(
     most: int,
     seconds_of: Callable[[int], float] | None,
     stall_s: float,
+    guess_s: float = 0.0,
 ) -> list[int]:
     """How many of each sequence's drafts a step should have beside its `num_tokens` tokens, `most` in all.
 
     `chances[i][j]`: that draft j of sequence i is right and all before it, never rising with j. `num_streams`: tokens
     that the step yields without drafts. `seconds_of`: what a step of so many tokens takes, None: not known. `stall_s`:
     what the host takes for a step. Behind a step with drafts the device waits for it; other steps are launched ahead,
-    but no more often than the host makes one.
+    but no more often than the host makes one. `guess_s`: what it takes before the step to guess one more token, of
+    however many sequences.
     """
     heap = [(-row[0], index, 0) for index, row in enumerate(chances) if row]
     heapq.heapify(heap)
     order: list[int] = []  # whose draft comes next, the likeliest first
-    best, expected = 0, float(num_streams)
+    best, expected, deepest = 0, float(num_streams), 0
     best_rate = 0.0 if seconds_of is None else expected / max(seconds_of(num_tokens), stall_s)
     while heap and len(order) < most:
         chance, index, place = -heap[0][0], heap[0][1], heap[0][2] + 1
         order.append(index)
-        expected += chance
+        expected, deepest = expected + chance, max(deepest, place)
         if place < len(chances[index]):
             heapq.heapreplace(heap, (-chances[index][place], index, place))
         else:
@@ -63,8 +65,10 @@ def num_worthwhile(
             if chance < LEAST_CHANCE or num_tokens + len(order) > FREE_ROWS:
                 break
             best = len(order)
-        elif (rate := expected / (seconds_of(num_tokens + len(order)) + stall_s)) > best_rate:
-            best, best_rate = len(order), rate
+        else:
+            rate = expected / (seconds_of(num_tokens + len(order)) + stall_s + deepest * guess_s)
+            if rate > best_rate:
+                best, best_rate = len(order), rate
     counts = [0] * len(chances)
     for index in order[:best]:
         counts[index] += 1

@@ -11,8 +11,11 @@ from tandem.engine.contracts.errors import ConfigError
 MOST_DRAFTS = 16  # tokens guessed ahead of one sequence; a guess: more are hardly ever right together
 MOST_LOOKUP = 32  # tokens that are looked for; a guess
 DEFAULT_LOOKUP = 5  # vLLM's
-OTHER_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "deepseek_mtp", "medusa", "mlp_speculator", "suffix")
-_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+OTHER_METHODS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "medusa", "mlp_speculator", "suffix")
+_EXAMPLES = {
+    "ngram": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}',
+    "draft_model": '{"method": "draft_model", "model": "FOLDER_OR_NAME", "num_speculative_tokens": 4}',
+}
 
 
 class PromptLookup(msgspec.Struct, frozen=True):
@@ -23,29 +26,56 @@ class PromptLookup(msgspec.Struct, frozen=True):
     prompt_lookup_min: int
 
 
-def read_speculative_config(text: str) -> PromptLookup | None:
+class DraftModelOptions(msgspec.Struct, frozen=True):
+    """Guesses by a smaller model of the same vocabulary: a folder or a hub name, and its revision there."""
+
+    num_speculative_tokens: int
+    model: str
+    revision: str = ""
+
+
+def read_speculative_config(text: str) -> PromptLookup | DraftModelOptions | None:
     """Reads a JSON object; None for "". Raises ConfigError, with what it should be instead."""
     if not text:
         return None
     try:
         given = msgspec.json.decode(text.encode(), type=dict[str, Any])
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"--speculative-config is no JSON object ({error}), for example {_EXAMPLE}") from None
+        raise ConfigError(
+            f"--speculative-config is no JSON object ({error}), for example {_EXAMPLES['ngram']}"
+        ) from None
     method = given.pop("method", "ngram" if "model" not in given else "draft_model")
-    if method != "ngram":
+    if method not in _EXAMPLES:
         known = "is not built" if method in OTHER_METHODS else "is not known"
-        raise ConfigError(f"--speculative-config: method {method!r} {known}; there is ngram, for example {_EXAMPLE}")
-    numbers = {name: given.pop(name) for name in PromptLookup.__struct_fields__ if name in given}
+        there = f"there are {' and '.join(_EXAMPLES)}, for example {_EXAMPLES['ngram']}"
+        raise ConfigError(f"--speculative-config: method {method!r} {known}; {there}")
+    kind = PromptLookup if method == "ngram" else DraftModelOptions
+    fields = {name: given.pop(name) for name in kind.__struct_fields__ if name in given}
     if given:
-        raise ConfigError(f"--speculative-config: {', '.join(sorted(given))} is nothing that ngram takes: {_EXAMPLE}")
-    if "num_speculative_tokens" not in numbers:
-        raise ConfigError(f"--speculative-config lacks num_speculative_tokens, for example {_EXAMPLE}")
-    most = numbers.setdefault("prompt_lookup_max", numbers.get("prompt_lookup_min", DEFAULT_LOOKUP))
-    numbers.setdefault("prompt_lookup_min", most)
-    for name, bound in (("num_speculative_tokens", MOST_DRAFTS), ("prompt_lookup_max", MOST_LOOKUP)):
-        _check(name, numbers[name], bound)
-    _check("prompt_lookup_min", numbers["prompt_lookup_min"], numbers["prompt_lookup_max"])
-    return PromptLookup(**numbers)
+        raise ConfigError(
+            f"--speculative-config: {', '.join(sorted(given))} is nothing that {method} takes: {_EXAMPLES[method]}"
+        )
+    if "num_speculative_tokens" not in fields:
+        raise ConfigError(f"--speculative-config lacks num_speculative_tokens, for example {_EXAMPLES[method]}")
+    _check("num_speculative_tokens", fields["num_speculative_tokens"], MOST_DRAFTS)
+    return _lookup(fields) if kind is PromptLookup else _draft_model(fields)
+
+
+def _lookup(fields: dict[str, Any]) -> PromptLookup:
+    most = fields.setdefault("prompt_lookup_max", fields.get("prompt_lookup_min", DEFAULT_LOOKUP))
+    fields.setdefault("prompt_lookup_min", most)
+    _check("prompt_lookup_max", most, MOST_LOOKUP)
+    _check("prompt_lookup_min", fields["prompt_lookup_min"], most)
+    return PromptLookup(**fields)
+
+
+def _draft_model(fields: dict[str, Any]) -> DraftModelOptions:
+    for name in ("model", "revision"):
+        if not isinstance(fields.get(name, ""), str):
+            raise ConfigError(f"--speculative-config: {name} is {fields[name]!r}: it must be a string")
+    if not fields.get("model"):
+        raise ConfigError(f"--speculative-config lacks model, for example {_EXAMPLES['draft_model']}")
+    return DraftModelOptions(**fields)
 
 
 def _check(name: str, value: object, bound: int) -> None:

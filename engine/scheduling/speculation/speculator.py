@@ -7,97 +7,110 @@ for that token, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.planner import StepPlan
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.speculation.lengths import Acceptance, num_worthwhile
-from tandem.engine.scheduling.speculation.options import PromptLookup
-from tandem.engine.scheduling.speculation.token_index import TokenIndex
 
 
-class GuessedSequence:
-    """What guessing knows of one sequence."""
+class Guesser(Protocol):
+    """Whoever guesses tokens, always behind those that the host knows."""
 
-    __slots__ = ("acceptance", "index")
+    @property
+    def num_speculative_tokens(self) -> int:
+        """How many drafts a row has at most."""
 
-    def __init__(self, request: Request, options: PromptLookup) -> None:
-        self.index = TokenIndex(request.prompt.token_ids, options.prompt_lookup_min, options.prompt_lookup_max)
-        self.acceptance = Acceptance()
+    def could_guess(self, request: Request, count: int) -> int:
+        """How many tokens of `request` it could guess now, `count` at most."""
 
-    def guesses(self, request: Request, count: int) -> list[int]:
-        """Tokens that may follow those that the host knows."""
-        self.index.extend(request.output_token_ids[len(self.index) - request.num_prompt_tokens :])
-        return self.index.continuation(count)
+    def seconds(self, num_sequences: int) -> float:
+        """What it takes the device to guess one more token of each of so many sequences; 0: nothing, or not known."""
+
+    def guess(self, wanted: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
+        """Guesses so many tokens of each, no more than it could; none of whom it isn't ready for yet."""
+
+    def keep(self, running: Collection[Request]) -> None:
+        """Forgets all requests but these."""
 
 
 class Speculator:
-    """The guesses of one scheduler. `counters` count sequences that had drafts in a step, their drafts, and those that
+    """The drafts of one scheduler. `counters` count sequences that had drafts in a step, their drafts, and those that
     were right."""
 
-    def __init__(self, options: PromptLookup, state: SchedulerState, stall_s: Callable[[], float]) -> None:
-        """`stall_s`: how long the device waits for the host where a step must be read before the next is decided."""
-        self._options, self._state, self._stall_s = options, state, stall_s
-        self._sequences: dict[Request, GuessedSequence] = {}
+    def __init__(self, guesser: Guesser, state: SchedulerState, stall_s: Callable[[], float]) -> None:
+        """`stall_s`: what the host takes for a step, for which the device waits where a step must be read before the
+        next is decided."""
+        self._guesser, self._state, self._stall_s = guesser, state, stall_s
+        self._acceptances: dict[Request, Acceptance] = {}
         self.counters = {"spec_drafts": 0, "spec_draft_tokens": 0, "spec_accepted_tokens": 0}
 
     @property
     def num_speculative_tokens(self) -> int:
-        return self._options.num_speculative_tokens
+        return self._guesser.num_speculative_tokens
 
-    def add_drafts(self, plan: StepPlan) -> None:
+    def add_drafts(self, plan: StepPlan) -> float:
         """Puts drafts into rows of the plan, as many as pay. They take no block: beyond its last one a sequence has
-        none."""
+        none. Returns the seconds for which the device guessed."""
         self._forget_ended()
         if plan.preempted:
-            return
+            return 0.0
         streams = [request for request, row in plan.rows.items() if not row.is_prompt]
-        drafts = {request: self._guess(request) for request in streams if not plan.rows[request].is_new}
-        chances = [self._chances(request, len(found)) for request, found in drafts.items()]
+        could = {request: self._num_possible(request) for request in streams if not plan.rows[request].is_new}
+        chances = [self._chances(request, most) for request, most in could.items()]
         num_tokens = sum(row.num_tokens for row in plan.rows.values())
         times = self._state.step_times
         seconds_of = times.seconds if times.are_measured else None
-        counts = num_worthwhile(chances, num_tokens, len(streams), plan.budget, seconds_of, self._stall_s())
-        for (request, found), count in zip(drafts.items(), counts, strict=True):
-            if count:
-                plan.put_drafts(request, tuple(found[:count]))
-            elif request in self._sequences:
-                self._sequences[request].acceptance.forget()
+        guess_s = self._guesser.seconds(sum(map(bool, chances)))
+        counts = num_worthwhile(chances, num_tokens, len(streams), plan.budget, seconds_of, self._stall_s(), guess_s)
+        wanted = {request: count for request, count in zip(could, counts, strict=True) if count}
+        began = self._state.clock.now()
+        guessed = self._guess(wanted)
+        for request in could:
+            if drafts := guessed.get(request):
+                plan.put_drafts(request, drafts)
+            elif request in self._acceptances:
+                self._acceptances[request].forget()
+        return self._state.clock.now() - began
 
     def learn(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Takes in what became of a sequence's drafts."""
         self.counters["spec_drafts"] += 1
         self.counters["spec_draft_tokens"] += num_drafts
         self.counters["spec_accepted_tokens"] += num_accepted
-        if request in self._sequences:
-            self._sequences[request].acceptance.learn(num_drafts, num_accepted)
+        if request in self._acceptances:
+            self._acceptances[request].learn(num_drafts, num_accepted)
 
-    def _guess(self, request: Request) -> list[int]:
-        """The drafts that a row of `request` may have: what it may compute and keep, within its blocks."""
+    def _num_possible(self, request: Request) -> int:
+        """How many drafts a row of `request` may have: what it may compute and keep, within its blocks."""
         if request.beams is not None or request.is_doubtful or request.num_in_flight > 1:
-            return []
+            return 0
         last = min(request.max_num_tokens - 1, len(request.block_ids) * self._state.block_size)
-        room = min(self._options.num_speculative_tokens, last - request.num_launched_tokens)
+        room = min(self.num_speculative_tokens, last - request.num_launched_tokens)
         if room <= 0:
-            return []
-        if request not in self._sequences:
-            self._sequences[request] = GuessedSequence(request, self._options)
-        return self._guesses(request, request.num_in_flight + room)[request.num_in_flight :]
+            return 0
+        self._acceptances.setdefault(request, Acceptance())
+        return max(0, self._guesser.could_guess(request, request.num_in_flight + room) - request.num_in_flight)
 
-    def _guesses(self, request: Request, count: int) -> list[int]:
-        """Tokens that may follow those that the host knows."""
-        return self._sequences[request].guesses(request, count)
+    def _guess(self, wanted: Mapping[Request, int]) -> dict[Request, tuple[int, ...]]:
+        """Drafts behind the tokens in flight, which are guessed with them."""
+        if not wanted:
+            return {}
+        guessed = self._guesser.guess({request: request.num_in_flight + count for request, count in wanted.items()})
+        return {request: tuple(tokens[request.num_in_flight :]) for request, tokens in guessed.items()}
 
     def _chances(self, request: Request, count: int) -> list[float]:
         if not count:
             return []
         # Behind a token in flight, whose guess must be right as well, they are less likely. That is so of the first
         # step with drafts alone, and what matters is what the steps behind it yield.
-        chance = self._sequences[request].acceptance.chance
+        chance = self._acceptances[request].chance
         return [chance ** (index + 1) for index in range(count)]
 
     def _forget_ended(self) -> None:
         running = self._state.queues.running
-        if len(self._sequences) > 2 * len(running):
-            self._sequences = {each: self._sequences[each] for each in running if each in self._sequences}
+        if len(self._acceptances) > 2 * len(running):
+            self._acceptances = {each: self._acceptances[each] for each in running if each in self._acceptances}
+            self._guesser.keep(running)

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engine_harness import ADAPTERS, BLOCK, SALTS, Harness, TierSizes, expected
+from engine_harness import ADAPTERS, BLOCK, EOS, SALTS, Harness, TierSizes, expected
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from fake_runner import FakeDraft
 from tandem.engine.scheduling.prompt_order import ArrivalOrder
 from tandem.engine.scheduling.request import Request
 
@@ -68,6 +69,7 @@ class Traffic(RuleBasedStateMachine):
         keeps=st.sampled_from([True, True, False]),
         shuffled=st.booleans(),
         contended_chunk=st.sampled_from([0, 3]),
+        wrong_every=st.sampled_from([None, None, 0, 2]),
         speculates=st.booleans(),
         tiers=st.none() | st.tuples(st.integers(1, 12), st.sampled_from([0, 0, 5, 9]), *[st.integers(0, 3)] * 2),
     )
@@ -83,9 +85,12 @@ class Traffic(RuleBasedStateMachine):
         keeps: bool,
         shuffled: bool,
         contended_chunk: int,
+        wrong_every: int | None,
         speculates: bool,
         tiers: TierSizes | None,
     ) -> None:
+        """`wrong_every`: how good a draft model is; None: there is none."""
+        draft = None if wrong_every is None else FakeDraft(num_blocks, BLOCK, max_num_seqs, [EOS], wrong_every)
         self.harness = Harness(
             num_blocks,
             pipelined,
@@ -99,7 +104,8 @@ class Traffic(RuleBasedStateMachine):
             contended_prefill_chunk=contended_chunk,
             prompt_order=AnyOrder() if shuffled else None,
             tiers=tiers,
-            speculates=speculates,
+            speculates=speculates and draft is None,
+            draft=draft,
         )
         self.granted: list[list[int]] = []
         self.aborted: set[tuple[str, int]] = set()

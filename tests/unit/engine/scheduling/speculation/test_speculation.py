@@ -10,7 +10,7 @@ from engine_harness import Harness
 
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.scheduling.speculation.lengths import FIRST_CHANCE, Acceptance, num_worthwhile
-from tandem.engine.scheduling.speculation.options import PromptLookup, read_speculative_config
+from tandem.engine.scheduling.speculation.options import DraftModelOptions, PromptLookup, read_speculative_config
 from tandem.engine.scheduling.speculation.token_index import CANDIDATES, TokenIndex
 from tandem.engine.scheduling.speculation.verdicts import void_samples
 from tandem.engine.scheduling.step import SampleRow
@@ -23,6 +23,7 @@ def test_options_are_those_of_vllm() -> None:
     assert read_speculative_config(text) == PromptLookup(4, 4, 2)
     assert read_speculative_config("") is None
     assert read_speculative_config('{"num_speculative_tokens": 3}') == PromptLookup(3, 5, 5)
+    assert read_speculative_config('{"model": "x", "num_speculative_tokens": 3}') == DraftModelOptions(3, "x")
     assert read_speculative_config('{"num_speculative_tokens": 3, "prompt_lookup_min": 2}') == PromptLookup(3, 2, 2)
 
 
@@ -31,8 +32,14 @@ def test_options_are_those_of_vllm() -> None:
     [
         ("ngram", "no JSON object"),
         ("[]", "no JSON object"),
-        ('{"method": "eagle3", "model": "x", "num_speculative_tokens": 3}', "'eagle3' is not built; there is ngram"),
-        ('{"model": "x", "num_speculative_tokens": 3}', "'draft_model' is not built"),
+        (
+            '{"method": "eagle3", "model": "x", "num_speculative_tokens": 3}',
+            "'eagle3' is not built; there are",
+        ),
+        ('{"model": 3, "num_speculative_tokens": 3}', "model is 3"),
+        ('{"method": "draft_model", "num_speculative_tokens": 3}', "lacks model"),
+        ('{"model": "x"}', "lacks num_speculative_tokens"),
+        ('{"model": "x", "num_speculative_tokens": 2, "prompt_lookup_max": 2}', "nothing that draft_model takes"),
         ('{"method": "oracle", "num_speculative_tokens": 3}', "'oracle' is not known"),
         ('{"method": "ngram"}', "lacks num_speculative_tokens"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "from 1 to 16"),
@@ -124,6 +131,13 @@ def test_a_host_slower_than_the_device_bounds_steps_without_drafts_too() -> None
     for stall_s in (0.0, 0.001, 0.005, 0.02):  # four drafts of a lone stream are tried whatever its steps take
         assert sum(num_worthwhile(chances, 1, 1, 100, flat, stall_s)) > 0
     assert num_worthwhile([[0.2]], 1, 1, 100, flat, 0.02) == [0]  # 1.2 tokens in 25 ms, 1 in 20
+
+
+def test_guessing_itself_costs_by_its_depth() -> None:
+    assert num_worthwhile([[0.9, 0.8, 0.7]], 1, 1, 100, flat, 0.0, 0.002) == [3]
+    assert num_worthwhile([[0.9, 0.8, 0.1]], 1, 1, 100, flat, 0.0, 0.002) == [2]
+    assert num_worthwhile([[0.3]], 1, 1, 100, flat, 0.0, 0.002) == [0]
+    assert num_worthwhile([[0.3]] * 3, 3, 3, 100, flat, 0.0, 0.001) == [1, 1, 1]  # one guess for all
 
 
 def test_without_measured_steps_drafts_must_be_likely() -> None:

@@ -1,0 +1,1 @@
+"""A draft model beside the served one."""
