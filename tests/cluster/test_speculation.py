@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from llguidance import LLMatcher
+from safetensors.torch import load_file, save_file
 from split_pair import changed
 from tokenizers import Tokenizer
 
 import tandem.deploy
 from in_process_cluster import Node, client_of, node_options
+from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.sampling_params import SamplingParams
 
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
@@ -67,12 +72,13 @@ def serve(roles: list[str], speculative_config: str = GUESSING, **options: objec
         outputs = {n: {s: (r.output(s), r.finished[s]) for s in sorted(r.tokens)} for n, r in results.items()}
         greedy = outputs["greedy"][0][0]
         scheduler = nodes[0].process.logic.scheduler
-        num_steps = scheduler.num_steps
+        num_steps, before = scheduler.num_steps, scheduler.spec_counters
         stopping = changed(GREEDY, max_tokens=60, min_tokens=30, stop_token_ids=(greedy[38],))
         stopped = client.submit("stopped", prompt_of("greedy"), stopping, decode=nodes[0].info, prefill=prefill)
         client.wait(stopped)
         outputs["stopped"] = {0: (stopped.output(), stopped.finished[0])}
-        alone = {"steps_alone": scheduler.num_steps - num_steps}
+        alone: dict[str, float] = {"steps_alone": scheduler.num_steps - num_steps}
+        alone |= {f"{name}_alone": count - before[name] for name, count in scheduler.spec_counters.items()}
         assert scheduler.state.num_preemptions or options.get("num_blocks", 256) == 256, "nothing was preempted"
         return outputs, {**nodes[0].process.logic.counters(), **alone}
 
@@ -100,3 +106,50 @@ def test_outputs_are_those_without_guesses(roles: list[str], options: dict[str, 
     assert counters["steps_alone"] <= len(outputs["stopped"][0][0]) / 1.5
     assert 0 < counters["spec_accepted_tokens"] <= counters["spec_draft_tokens"]
     assert counters["spec_drafts"] <= counters["spec_draft_tokens"]
+
+
+def drafting(folder: Path) -> str:
+    return json.dumps({"method": "draft_model", "model": str(folder), "num_speculative_tokens": 4})
+
+
+def test_a_draft_model_that_is_the_model_is_right_and_changes_no_output() -> None:
+    """Split, where it computes the prompt's KV that the prefill node handed over without it."""
+    outputs, counters = serve(["decode", "prefill"], drafting(DEMO), chunk=32)
+    assert outputs == expected()
+    assert counters["spec_accepted_tokens_alone"] >= 0.9 * counters["spec_draft_tokens_alone"] > 20
+    assert counters["steps_alone"] <= len(outputs["stopped"][0][0]) / 3
+
+
+@pytest.mark.slow
+def test_a_draft_model_that_is_wrong_changes_no_output(tmp_path: Path) -> None:
+    outputs, counters = serve(["unified"], drafting(random_draft(tmp_path)), num_blocks=40, caching=False)
+    assert outputs == expected()
+    assert counters["spec_accepted_tokens"] < 0.1 * counters["spec_draft_tokens"]
+
+
+def random_draft(folder: Path, vocab_size: int = 2048) -> Path:
+    """A model of one layer and random weights, of the demo model's vocabulary and with half its context."""
+    config = json.loads((DEMO / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "max_position_embeddings": 1024, "vocab_size": vocab_size}
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(DEMO / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if ".layers." not in name or ".layers.0." in name}
+    drawn = {name: torch.randn(weight.shape, generator=generator) * 0.1 for name, weight in kept.items()}
+    save_file({name: weight.to(torch.bfloat16) for name, weight in drawn.items()}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    config = json.loads((DEMO / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 2000}))
+    with pytest.raises(ConfigError, match="has 2000 tokens, the served model 2048: a draft model must have the same"):
+        Node(node_options("unified", DEMO, speculative_config=drafting(tmp_path)))
+    own = json.loads((DEMO / "tokenizer.json").read_text())
+    shutil.copy(DEMO / "config.json", tmp_path)
+    vocabulary = own["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(own))
+    with pytest.raises(ConfigError, match="are not those of the served model"):
+        Node(node_options("unified", DEMO, speculative_config=drafting(tmp_path)))
