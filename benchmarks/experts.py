@@ -27,7 +27,7 @@ from tandem.kernels.experts.plans import (
     grouped_plan,
 )
 from tandem.kernels.experts.routing import route
-from tandem.kernels.experts.stacked import empty_stacked
+from tandem.kernels.experts.stacked import MX_GROUP, empty_stacked, stacked_mxfp4
 from tandem.kernels.products.matmul import linear
 from tandem.kernels.products.quantised import quantise_rows
 from tandem.kernels.reference import experts as twins
@@ -36,12 +36,13 @@ SHAPES = {
     "qwen3-30b-a3b": MixtureSizes(128, 8, 2048, 768),
     "mixtral-8x7b": MixtureSizes(8, 2, 4096, 14336),
     "deepseek-v2-lite": MixtureSizes(64, 6, 2048, 1408),
+    "gpt-oss-20b": MixtureSizes(32, 4, 2880, 2880),  # without biases
 }
 LADDER = (1, 8, 64, 256, 4096, 8192)
 LAYERS = 4  # with weights of their own, more than caches hold
 SHARED = 227 << 10  # bytes of a Hopper multiprocessor that a program can have
 
-FORMATS = {"bf16": (False, 0), "fp8": (True, 0), "fp8-blocks": (True, 128)}  # is_fp8, group
+FORMATS = {"bf16": (0, 0), "fp8": (8, 0), "fp8-blocks": (8, 128), "mxfp4": (4, 32)}  # bits, group
 
 Layer = tuple[Stack, Stack]
 # tile_n, tile_k, stages, warps of plans worth trying, of gate and up, and of down.
@@ -70,16 +71,26 @@ FP8_ONE_ROW = (
     ((4, 2048, 4), (8, 2048, 4), (8, 1024, 4), (16, 1024, 4), (4, 2048, 2), (8, 2048, 8)),
     ((8, 256, 4), (16, 256, 4), (32, 256, 4), (16, 256, 2), (8, 256, 2), (4, 256, 1)),
 )
+# Of e2m1, for inputs that 64 divides and 128 doesn't.
+E2M1_FEW_ROWS = (
+    ((64, 64, 4, 4), (64, 64, 6, 4), (32, 64, 6, 4), (64, 64, 4, 8), (64, 64, 4, 2)),
+    ((64, 64, 4, 4), (64, 64, 6, 4), (64, 64, 8, 4), (32, 64, 6, 4)),
+)
+E2M1_MANY_ROWS = (
+    ((64, 64, 3, 4), (64, 64, 4, 8), (64, 64, 4, 4), (32, 64, 4, 4)),
+    ((64, 64, 3, 4), (64, 64, 4, 8), (64, 64, 4, 4)),
+)
 
 
 def candidates(base: MixturePlan, sizes: MixtureSizes) -> list[list[FewPlan | GroupedPlan]]:
     """Plans worth trying, of both products."""
     if isinstance(base.gate_up, FewPlan):
         inputs = (sizes.hidden, sizes.width)
-        tried = FP8_ONE_ROW if sizes.is_fp8 else ONE_ROW
+        tried = FP8_ONE_ROW if sizes.bits else ONE_ROW
         return [[FewPlan(*each) for each in some if k % each[1] == 0] for some, k in zip(tried, inputs, strict=True)]
     tile_m, found = base.gate_up.tile_m, []
-    few, many = (FP8_FEW_ROWS, FP8_MANY_ROWS) if sizes.is_fp8 else (FEW_ROWS, MANY_ROWS)
+    few, many = (FP8_FEW_ROWS, FP8_MANY_ROWS) if sizes.bits == 8 else (FEW_ROWS, MANY_ROWS)
+    few, many = (E2M1_FEW_ROWS, E2M1_MANY_ROWS) if sizes.bits == 4 else (few, many)
     row_bytes = tile_m * (1 if base.rounded else sizes.element_bytes)
     for some, matrices, k in zip(few if tile_m <= 32 else many, (2, 1), (sizes.hidden, sizes.width), strict=True):
         fits = [
@@ -96,8 +107,8 @@ def bases(num_tokens: int, sizes: MixtureSizes) -> list[MixturePlan]:
     mean = num_tokens * sizes.top_k / sizes.num_experts
     tiles = [tile for tile in TILES_M if mean / 2 <= tile <= max(16, 8 * mean)] or [TILES_M[-1]]
     others = [few_plan(sizes)] if num_tokens <= 16 else []
-    if not sizes.is_fp8:
-        others += [grouped_plan(tile, sizes) for tile in tiles[:3]]
+    if sizes.bits != 8:
+        others += [grouped_plan(tile, sizes) for tile in tiles[: 1 if sizes.bits else 3]]
     elif num_tokens > 1:
         base = grouped_plan(tiles[0], sizes)
         others += [base, base and base._replace(rounded=False)]
@@ -118,8 +129,11 @@ def layers_of(sizes: MixtureSizes, count: int = LAYERS) -> list[Layer]:
 
 def _stack(num_experts: int, num_outputs: int, num_inputs: int, sizes: MixtureSizes) -> Stack:
     plain = random_matrix(num_experts * num_outputs, num_inputs).view(num_experts, num_outputs, num_inputs)
-    if not sizes.is_fp8:
+    if not sizes.bits:
         return plain
+    if sizes.bits == 4:
+        codes = torch.randint(0, 16, plain.shape, dtype=torch.uint8, device="cuda")
+        return stacked_mxfp4(codes, torch.full_like(codes[:, :, ::MX_GROUP], 120))
     made = empty_stacked(num_experts, num_outputs, num_inputs, sizes.group, "cuda")
     made.values.copy_(plain.mul_(20))
     made.scales.uniform_(0.03, 0.07)
@@ -200,8 +214,8 @@ def main() -> None:
     parser.add_argument("--weights", choices=FORMATS, default="bf16")
     parser.add_argument("--rows", type=int, nargs="+", default=LADDER)
     options = parser.parse_args()
-    is_fp8, group = FORMATS[options.weights]
-    sizes = SHAPES[options.shape]._replace(is_fp8=is_fp8, group=group)
+    bits, group = FORMATS[options.weights]
+    sizes = SHAPES[options.shape]._replace(bits=bits, group=group)
     copied, rate = measure_limits()
     print(
         f"{options.shape}, {options.weights}: copy {copied / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s",

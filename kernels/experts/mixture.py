@@ -8,12 +8,13 @@ and every shape follows from T, so that steps are captured; sums are taken in fp
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
 
-from tandem.kernels.experts.plans import NOT_HERE, MixturePlan, MixtureSizes, choose_plan, every_plan, few_plan
-from tandem.kernels.experts.stacked import StackedWeight, empty_stacked
+from tandem.kernels.experts.plans import NOT_HERE, Clamp, MixturePlan, MixtureSizes, choose_plan, every_plan, few_plan
+from tandem.kernels.experts.stacked import StackedWeight, empty_stacked, stacked_mxfp4
 from tandem.kernels.products import product_trials
 from tandem.kernels.products.fused_ops import is_fused
 from tandem.kernels.products.quantised import quantise_rows
@@ -32,14 +33,16 @@ def mixture(
     weights_Tk: torch.Tensor,
     gate_up_XGE: Stack,
     down_XEF: Stack,
+    clamp: Clamp | None = None,
 ) -> torch.Tensor:
     """[T, E] of x's type. `ids_Tk` int32, `weights_Tk` fp32: each token's experts and what they count. Matrices are
-    [X, 2 F, E], gate's outputs before up's, and [X, E, F]. NOT_HERE among the ids adds nothing."""
-    if not serves(x_TE, ids_Tk, gate_up_XGE, down_XEF):
-        return twins.mixture(x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF)
-    plan = choose_plan(len(x_TE), _sizes(x_TE, ids_Tk, down_XEF))
+    [X, 2 F, E], gate's outputs before up's, and [X, E, F]. NOT_HERE among the ids adds nothing. `clamp`: the gate isn't
+    SiLU."""
+    if not serves(x_TE, ids_Tk, gate_up_XGE, down_XEF, clamp):
+        return twins.mixture(x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF, clamp=clamp)
+    plan = choose_plan(len(x_TE), _sizes(x_TE, ids_Tk, down_XEF, clamp))
     assert plan is not None
-    return run_plan(plan, x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF)
+    return run_plan(plan, x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF, clamp=clamp)
 
 
 def add_mixture(
@@ -63,18 +66,23 @@ def takes_few(x_TE: torch.Tensor, top_k: int, gate_up_XGE: Stack, down_XEF: Stac
     return few_plan(_sizes(x_TE, ids, down_XEF)) is not None and serves(x_TE, ids, gate_up_XGE, down_XEF)
 
 
-def serves(x_TE: torch.Tensor, ids_Tk: torch.Tensor, gate_up_XGE: Stack, down_XEF: Stack) -> bool:
+def serves(
+    x_TE: torch.Tensor, ids_Tk: torch.Tensor, gate_up_XGE: Stack, down_XEF: Stack, clamp: Clamp | None = None
+) -> bool:
     """Whether the kernels serve, for any number of tokens. When first asked for such matrices all kernels that a number
     of tokens may take are compiled and tried, which can't be while a graph is captured: RuntimeError."""
     if not is_fused(x_TE) or not len(x_TE) or x_TE.dtype not in DTYPES:
         return False
     values = [each.values if isinstance(each, StackedWeight) else each for each in (gate_up_XGE, down_XEF)]
-    if isinstance(down_XEF, StackedWeight):
-        if torch.cuda.get_device_capability(x_TE.device) < (8, 9):  # which have no e4m3
+    sizes = _sizes(x_TE, ids_Tk, down_XEF, clamp)
+    if sizes.bits:
+        # e4m3 came with 8.9, products of two numbers in bf16 with 8.0; fp16 is too narrow for powers of two.
+        least = (8, 9) if sizes.bits == 8 else (8, 0)
+        if torch.cuda.get_device_capability(x_TE.device) < least or (sizes.bits == 4 and x_TE.dtype == torch.float16):
             return False
     elif any(each.dtype != x_TE.dtype for each in values):
         return False
-    return _are_aligned(x_TE, *values) and _are_right(_sizes(x_TE, ids_Tk, down_XEF), x_TE.dtype, x_TE.device)
+    return _are_aligned(x_TE, *values) and _are_right(sizes, x_TE.dtype, x_TE.device)
 
 
 def run_plan(
@@ -85,17 +93,20 @@ def run_plan(
     gate_up_XGE: Stack,
     down_XEF: Stack,
     norm: tuple[torch.Tensor, float] | None = None,
+    clamp: Clamp | None = None,
 ) -> torch.Tensor:
     """The mixture by a given plan: for tuning and tests. `norm`: as `add_mixture`, by a few rows' plan. Needs a GPU."""
     from tandem.kernels.triton_kernels.experts.launch import launch
 
-    return launch(plan, x_TE, ids_Tk.contiguous(), weights_Tk.float().contiguous(), gate_up_XGE, down_XEF, norm)
+    return launch(plan, x_TE, ids_Tk.contiguous(), weights_Tk.float().contiguous(), gate_up_XGE, down_XEF, norm, clamp)
 
 
-def _sizes(x_TE: torch.Tensor, ids_Tk: torch.Tensor, down_XEF: Stack) -> MixtureSizes:
+def _sizes(x_TE: torch.Tensor, ids_Tk: torch.Tensor, down_XEF: Stack, clamp: Clamp | None = None) -> MixtureSizes:
     num_experts, hidden, width = down_XEF.shape
-    sizes = MixtureSizes(num_experts, ids_Tk.shape[1], hidden, width, x_TE.element_size())
-    return sizes._replace(is_fp8=True, group=down_XEF.group) if isinstance(down_XEF, StackedWeight) else sizes
+    sizes = MixtureSizes(num_experts, ids_Tk.shape[1], hidden, width, x_TE.element_size(), clamp=clamp)
+    if not isinstance(down_XEF, StackedWeight):
+        return sizes
+    return sizes._replace(bits=down_XEF.bits, group=down_XEF.group, has_bias=down_XEF.bias is not None)
 
 
 def _are_aligned(*tensors: torch.Tensor) -> bool:
@@ -120,7 +131,7 @@ def _are_right(sizes: MixtureSizes, dtype: torch.dtype, device: torch.device) ->
     ids = torch.where(pairs % 5 == 4, NOT_HERE, pairs % max(1, few - 1))
     weights = torch.rand(ids.shape, device=device) + 0.5
     gain = 1 + x[0] / 8
-    exact = torch.float32 if sizes.is_fp8 else dtype  # in which the twin computes
+    exact = torch.float32 if sizes.bits else dtype  # in which the twin computes
 
     def added() -> torch.Tensor:
         few_rows = x.clone()
@@ -136,15 +147,15 @@ def _are_right(sizes: MixtureSizes, dtype: torch.dtype, device: torch.device) ->
         return values.float() * scales
 
     def expected(plan: MixturePlan) -> torch.Tensor:
-        more = (rounded,) if plan.rounded else ()
-        return twins.mixture(x.to(exact), ids, weights, gate_up, down, *more)
+        more = {"rounded": rounded} if plan.rounded else {}
+        return twins.mixture(x.to(exact), ids, weights, gate_up, down, clamp=sizes.clamp, **more)
 
     if few_plan(sizes) is not None and not product_trials.passes("a mixture of experts, added", added, expected_sum):
         return False
     return all(
         product_trials.passes(
             f"a mixture of experts by {plan}",
-            functools.partial(run_plan, plan, x, ids, weights, gate_up, down),
+            functools.partial(run_plan, plan, x, ids, weights, gate_up, down, clamp=sizes.clamp),
             functools.partial(expected, plan),
             ROUNDED_TOLERANCE if plan.rounded else product_trials.TOLERANCE,
         )
@@ -164,9 +175,14 @@ def _random_stack(
     """Matrices as those of a mixture of these sizes are stored. Scales differ by output and group."""
     matrix = product_trials.random_matrix(num_experts * num_outputs, num_inputs, dtype, device, seed)
     stack = matrix.view(num_experts, num_outputs, num_inputs)
-    if not sizes.is_fp8:
+    if not sizes.bits:
         return stack
+    bias = stack[:, :, 0].contiguous() if sizes.has_bias else None
+    if sizes.bits == 4:
+        codes = torch.arange(stack.numel(), device=device, dtype=torch.int32).view(stack.shape)
+        exponents = 117 + codes[:, :, : num_inputs // sizes.group] % 5
+        return stacked_mxfp4((codes * 7 % 31 % 16).to(torch.uint8), exponents.to(torch.uint8), bias)
     made = empty_stacked(num_experts, num_outputs, num_inputs, sizes.group, device)
     made.scales.uniform_(0.5, 1.5)
     made.values.copy_(stack)
-    return made
+    return replace(made, bias=bias)

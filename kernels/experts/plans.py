@@ -53,22 +53,32 @@ class GroupedPlan(NamedTuple):
     warps: int
 
 
+class Clamp(NamedTuple):
+    """GPT-OSS's gate in place of silu(gate) * up: gate * sigmoid(alpha * gate) * (up + 1), with gate cut off above the
+    limit, and up on both sides (arXiv 2508.10925)."""
+
+    alpha: float
+    limit: float
+
+
 class MixtureSizes(NamedTuple):
     """What a mixture's matrices are: gate and up [num_experts, 2 * width, hidden], down [num_experts, hidden, width].
-    Activations are of `element_bytes`; weights too, or if `is_fp8` of one, of which `group` inputs (0: all) share a
-    scale."""
+    Activations are of `element_bytes`; weights too, or of 8 `bits` (e4m3) or 4 (e2m1), of which `group` inputs (0: all)
+    share a scale."""
 
     num_experts: int
     top_k: int
     hidden: int
     width: int
     element_bytes: int = 2
-    is_fp8: bool = False
+    bits: int = 0
     group: int = 0
+    has_bias: bool = False
+    clamp: Clamp | None = None
 
     @property
-    def weight_bytes(self) -> int:
-        return 1 if self.is_fp8 else self.element_bytes
+    def weight_bytes(self) -> float:
+        return self.bits / 8 if self.bits else self.element_bytes
 
 
 class MixturePlan(NamedTuple):
@@ -102,6 +112,8 @@ def every_plan(sizes: MixtureSizes) -> tuple[MixturePlan, ...]:
 
 
 def few_plan(sizes: MixtureSizes) -> MixturePlan | None:
+    if sizes.bits == 4 or sizes.has_bias or sizes.clamp:
+        return None
     gate_up = _few(sizes.width, sizes.hidden, 4, 2048, sizes.group)
     down = _few(sizes.hidden, sizes.width, 8, 1024, sizes.group)
     return None if gate_up is None or down is None else MixturePlan(gate_up, down)
@@ -122,7 +134,7 @@ def grouped_plan(tile_m: int, sizes: MixtureSizes) -> MixturePlan | None:
     if gate_up is None or down is None:
         return None
     # Products of e4m3 take 32 inputs at once, and other activations than those of 16 bits stay as they are.
-    rounded = sizes.is_fp8 and sizes.element_bytes == 2 and min(gate_up.tile_k, down.tile_k) >= 32
+    rounded = sizes.bits == 8 and sizes.element_bytes == 2 and min(gate_up.tile_k, down.tile_k) >= 32
     return MixturePlan(gate_up, down, rounded)
 
 
@@ -131,11 +143,15 @@ def _grouped(
 ) -> GroupedPlan | None:
     """Tiles of many rows have as many outputs as registers hold sums; of few, as many as a ring of loads takes. Groups'
     products are sums of their own before they are scaled."""
-    is_wide, group = tile_m == TILES_M[-1], sizes.group
+    is_wide, group, element_bytes = tile_m == TILES_M[-1], sizes.group, sizes.element_bytes
     tile_n = _largest(num_outputs, (128, 64, 32, 16) if (is_wide and not group) or not is_gated else (64, 32, 16))
-    tiles = (128, 64, 32, 16) if (tile_m < 64 or sizes.is_fp8) and sizes.element_bytes == 2 else (64, 32, 16)
-    tile_k = _largest(num_inputs, tuple(tile for tile in tiles if group % tile == 0))
+    if sizes.bits == 4:  # a tile has whole groups, whose scales multiply weights
+        tiles: tuple[int, ...] = (128, 64, 32) if tile_m < 64 and element_bytes == 2 else (64, 32)
+    else:
+        most = (128, 64, 32, 16) if (tile_m < 64 or sizes.bits == 8) and element_bytes == 2 else (64, 32, 16)
+        tiles = tuple(tile for tile in most if group % tile == 0)
+    tile_k = _largest(num_inputs, tiles)
     if not tile_n or not tile_k or (group and num_inputs % group):
         return None
     warps = 8 if is_wide and tile_n == 128 else 4
-    return GroupedPlan(tile_n, tile_m, tile_k, 3 if sizes.element_bytes == 2 else 2, warps)
+    return GroupedPlan(tile_n, tile_m, tile_k, 3 if element_bytes == 2 else 2, warps)

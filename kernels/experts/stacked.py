@@ -1,4 +1,4 @@
-"""Matrices of all experts of a layer in 8 bits, and how an expert's come into them.
+"""Matrices of all experts of a layer in 8 or 4 bits, and how an expert's come into them.
 
 X experts, N outputs, K inputs, G groups of inputs with a scale each.
 """
@@ -9,43 +9,77 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.kernels.products.quantised_weight import FP8, QuantisedWeight
+from tandem.kernels.products.quantised_weight import FP8, QuantisedWeight, packed, unpacked
+
+MX_GROUP = 32  # inputs that share an exponent (OCP Microscaling Formats 1.0)
+MOST_EXPONENT = 128  # of a scale, by 127 too large: kernels know scales up to 2
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # what three bits after the sign stand for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedWeight:
-    """[X, N, K]: values * scales. `values` e4m3 [X, N, K], `scales` fp32 [X, G, N] contiguous. `group`: inputs that
-    share a scale (the last group may have fewer); 0: all of them, G is 1."""
+    """[X, N, K]: values * scales. Of 8 bits `values` e4m3 [X, N, K] and `scales` fp32 [X, G, N] contiguous; of 4 bits
+    `values` uint8 [X, N, K / 2], e2m1 ordered by `packed`, and `scales` uint8 [X, N, G] contiguous: powers of two, as
+    exponents that are by 127 too large (MXFP4). `group`: inputs that share a scale (the last group of 8 bits may have
+    fewer); 0: all of them, G is 1. `bias` [X, N] contiguous is added to products."""
 
     values: torch.Tensor
     scales: torch.Tensor
     group: int = 0
+    bias: torch.Tensor | None = None
 
     @property
-    def shape(self) -> torch.Size:
-        return self.values.shape
+    def bits(self) -> int:
+        return 4 if self.values.dtype == torch.uint8 else 8
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        num_experts, num_outputs, num_bytes = self.values.shape
+        return num_experts, num_outputs, num_bytes * 8 // self.bits
 
     @property
     def num_bytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
 
     def rows(self, expert: int, start: int, stop: int) -> QuantisedWeight:
-        """Outputs `start` to `stop` of an expert, a view."""
+        """Outputs `start` to `stop` of an expert of 8 bits, a view."""
+        assert self.bits == 8, "no QuantisedWeight has powers of two"
         scales_GN = self.scales[expert, :, start:stop]
         return QuantisedWeight(self.values[expert, start:stop], scales_GN, None, self.group)
 
     def dequantised(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
         """[N, K] of an expert, rounded once."""
-        return self.rows(expert, 0, self.shape[1]).dequantised(dtype)
+        if self.bits == 8:
+            return self.rows(expert, 0, self.shape[1]).dequantised(dtype)
+        codes_NK = unpacked(self.values[expert])
+        table = torch.tensor((*E2M1, *(-number for number in E2M1)), device=codes_NK.device)
+        exponents_NG = self.scales[expert].int() - 127
+        groups = table[codes_NK.long()].unflatten(1, (-1, MX_GROUP))
+        return torch.ldexp(groups, exponents_NG[:, :, None]).flatten(1).to(dtype)
 
 
 def empty_stacked(
     num_experts: int, num_outputs: int, num_inputs: int, group: int, device: torch.device | str
 ) -> StackedWeight:
+    """Room for matrices of 8 bits."""
     groups = -(-num_inputs // group) if group else 1
     values = torch.empty((num_experts, num_outputs, num_inputs), dtype=FP8, device=device)
     scales = torch.empty((num_experts, groups, num_outputs), dtype=torch.float32, device=device)
     return StackedWeight(values, scales, group)
+
+
+def stacked_mxfp4(
+    codes_XNK: torch.Tensor, exponents_XNG: torch.Tensor, bias_XN: torch.Tensor | None = None
+) -> StackedWeight:
+    """Matrices of uint8: e2m1 in the lower four bits, and the exponents of their groups. Raises ValueError for scales
+    that the kernels don't know."""
+    num_experts, num_outputs, num_inputs = codes_XNK.shape
+    if exponents_XNG.shape != (num_experts, num_outputs, num_inputs // MX_GROUP):
+        raise ValueError(f"{tuple(exponents_XNG.shape)} exponents for {tuple(codes_XNK.shape)} numbers")
+    if exponents_XNG.amax() > MOST_EXPONENT:
+        raise ValueError(f"a scale is 2^{int(exponents_XNG.amax()) - 127}, and only such up to 2 are supported")
+    values = packed(codes_XNK.flatten(0, 1)).view(num_experts, num_outputs, num_inputs // 2)
+    return StackedWeight(values, exponents_XNG.contiguous(), MX_GROUP, bias_XN)
 
 
 def expert_matrix(weight: torch.Tensor | StackedWeight, expert: int, dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from tandem.kernels.experts.plans import NOT_HERE, Routing
+from tandem.kernels.experts.plans import NOT_HERE, Clamp, Routing
 from tandem.kernels.experts.stacked import StackedWeight, expert_matrix
 from tandem.kernels.experts.tally import Tally
 
@@ -48,6 +48,7 @@ def mixture(
     gate_up_XGE: torch.Tensor | StackedWeight,
     down_XEF: torch.Tensor | StackedWeight,
     rounded: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
+    clamp: Clamp | None = None,
 ) -> torch.Tensor:
     """[T, E]: down(silu(gate) * up) of each token's experts, weighted and added up in the order of its choice; experts
     that aren't here add nothing. Asks the host which experts were chosen. `rounded`: what products make of their
@@ -55,9 +56,20 @@ def mixture(
     products_TkE = x_TE.new_zeros(*ids_Tk.shape, down_XEF.shape[1], dtype=torch.float32)
     for expert in ids_Tk[ids_Tk != NOT_HERE].unique().tolist():
         token, place = torch.where(ids_Tk == expert)
-        both = expert_matrix(gate_up_XGE, expert, x_TE.dtype)
-        gate, up = functional.linear(rounded(x_TE[token]), both).chunk(2, dim=-1)
-        down = expert_matrix(down_XEF, expert, x_TE.dtype)
-        product = functional.linear(rounded(functional.silu(gate) * up), down)
+        gate, up = _product(rounded(x_TE[token]), gate_up_XGE, expert).chunk(2, dim=-1)
+        product = _product(rounded(gated(gate, up, clamp)), down_XEF, expert)
         products_TkE[token, place] = product.float() * weights_Tk[token, place, None].float()
     return products_TkE.sum(1).to(x_TE.dtype)
+
+
+def _product(x_PK: torch.Tensor, weight: torch.Tensor | StackedWeight, expert: int) -> torch.Tensor:
+    bias = weight.bias if isinstance(weight, StackedWeight) else None
+    matrix = expert_matrix(weight, expert, x_PK.dtype)
+    return functional.linear(x_PK, matrix, None if bias is None else bias[expert].to(x_PK.dtype))
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, clamp: Clamp | None) -> torch.Tensor:
+    if clamp is None:
+        return functional.silu(gate) * up
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return gate * torch.sigmoid(clamp.alpha * gate) * (up + 1)

@@ -12,9 +12,9 @@ from tandem.engine.contracts.model_config import MixtureConfig
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.models.mixture_layer import MixtureOfExperts
 from tandem.kernels.experts.mixture import mixture, run_plan, serves
-from tandem.kernels.experts.plans import NOT_HERE, MixtureSizes, Routing, every_plan
+from tandem.kernels.experts.plans import NOT_HERE, Clamp, MixtureSizes, Routing, every_plan
 from tandem.kernels.experts.routing import route
-from tandem.kernels.experts.stacked import StackedWeight, empty_stacked
+from tandem.kernels.experts.stacked import StackedWeight, empty_stacked, stacked_mxfp4
 from tandem.kernels.products.fused_ops import rms_norm
 from tandem.kernels.reference import experts as twins
 from tandem.kernels.triton_kernels.experts.sort import sort_triton
@@ -108,7 +108,7 @@ def in_e4m3(plain_XNK: torch.Tensor, group: int) -> StackedWeight:
 def test_every_plan_over_e4m3_makes_what_dequantised_experts_make(
     sizes: MixtureSizes, group: int, dtype: torch.dtype
 ) -> None:
-    sizes = sizes._replace(element_bytes=dtype.itemsize, is_fp8=True, group=group)
+    sizes = sizes._replace(element_bytes=dtype.itemsize, bits=8, group=group)
     for num_tokens in (1, 3, 61, 700):
         x, ids, weights, gate_up, down = made(num_tokens, sizes, dtype)
         gate_up, down = in_e4m3(gate_up, group), in_e4m3(down, group)
@@ -120,6 +120,33 @@ def test_every_plan_over_e4m3_makes_what_dequantised_experts_make(
             most = 8e-2 if plan.rounded else 8e-3 if dtype == torch.bfloat16 else 1e-5
             assert relative_error(out, exact) < most, plan
             assert torch.equal(out, run_plan(plan, x, ids, weights, gate_up, down)), plan
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [(MixtureSizes(32, 4, 2880, 2880), torch.bfloat16), (MixtureSizes(6, 2, 64, 96), torch.float32)],
+)
+def test_every_plan_over_e2m1_makes_what_dequantised_experts_make(sizes: MixtureSizes, dtype: torch.dtype) -> None:
+    clamp = Clamp(1.702, 7.0)
+    sizes = sizes._replace(element_bytes=dtype.itemsize, bits=4, group=32, has_bias=True, clamp=clamp)
+
+    def stack(num_outputs: int, num_inputs: int) -> StackedWeight:
+        shape = (sizes.num_experts, num_outputs, num_inputs)
+        codes = torch.randint(0, 16, shape, dtype=torch.uint8, device=CUDA)
+        exponents = torch.randint(118, 122, codes[:, :, ::32].shape, dtype=torch.uint8, device=CUDA)
+        return stacked_mxfp4(codes, exponents, torch.randn(shape[:2], dtype=dtype, device=CUDA))
+
+    gate_up, down = stack(2 * sizes.width, sizes.hidden), stack(sizes.hidden, sizes.width)
+    for num_tokens in (1, 61, 700):
+        torch.manual_seed(num_tokens)
+        x = torch.randn(num_tokens, sizes.hidden, device=CUDA, dtype=dtype)
+        ids, weights = route(torch.randn(num_tokens, sizes.num_experts, device=CUDA), Routing(sizes.top_k))
+        assert serves(x, ids, gate_up, down, clamp)
+        exact = twins.mixture(x.double(), ids, weights.double(), gate_up, down, clamp=clamp)
+        for plan in every_plan(sizes):
+            out = run_plan(plan, x, ids, weights, gate_up, down, clamp=clamp)
+            assert relative_error(out, exact) < (8e-3 if dtype == torch.bfloat16 else 1e-5), plan
+            assert torch.equal(out, run_plan(plan, x, ids, weights, gate_up, down, clamp=clamp)), plan
 
 
 def test_a_row_is_the_same_in_any_company() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tandem.kernels.experts.plans import FewPlan, GroupedPlan, MixturePlan, Routing
-from tandem.kernels.experts.stacked import StackedWeight, empty_stacked
+from tandem.kernels.experts.plans import Clamp, FewPlan, GroupedPlan, MixturePlan, Routing
+from tandem.kernels.experts.stacked import StackedWeight, empty_stacked, stacked_mxfp4
 from tandem.kernels.experts.tally import Tally
 from tandem.kernels.products.quantised import quantise_rows
 from tandem.kernels.reference import experts as twins
@@ -135,3 +135,23 @@ def test_a_mixture_of_e4m3_is_what_its_dequantised_experts_make(plan: MixturePla
         made = launch(plan, x.clone(), ids, weights, gate_up, down, (gain, 1e-5))
         expected = x + twins.mixture(functional.rms_norm(x, (128,), gain, 1e-5), ids, weights, gate_up, down)
         torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tile_k", [32, 64])
+def test_a_mixture_of_e2m1_with_biases_is_what_its_dequantised_experts_make(tile_k: int) -> None:
+    torch.manual_seed(5)
+
+    def stack(num_outputs: int, num_inputs: int) -> StackedWeight:
+        codes = torch.randint(0, 16, (4, num_outputs, num_inputs), dtype=torch.uint8)
+        exponents = torch.randint(120, 129, (4, num_outputs, num_inputs // 32), dtype=torch.uint8)
+        return stacked_mxfp4(codes, exponents, torch.randn(4, num_outputs))
+
+    gate_up, down, clamp = stack(128, 128), stack(128, 64), Clamp(1.702, 7.0)
+    x, weights = torch.randn(5, 128) / 40, torch.rand(5, 2)
+    ids = torch.stack([torch.randperm(4)[:2] - 1 for _ in range(5)]).int()
+    product = GroupedPlan(32, 16, tile_k, 2, 4)
+    made = launch(MixturePlan(product, product), x, ids, weights, gate_up, down, clamp=clamp)
+    expected = twins.mixture(x, ids, weights, gate_up, down, clamp=clamp)
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
+    unclamped = twins.mixture(x, ids, weights, gate_up, down)
+    assert (unclamped - expected).norm() > 0.1 * expected.norm()

@@ -26,8 +26,8 @@ TYPES = {
     "weights": "*fp32", "ids": "*i32", "order": "*i32", "tiles": "*i32", "scales": "*fp32", "x_scales": "*fp32",
     "tally": "*i32", "slots": "*i64",
 }  # fmt: skip
+UNUSED = {"counts": "*fp32", "alpha": "fp32", "limit": "fp32"}
 QWEN3_30B = MixtureSizes(128, 8, 2048, 768)
-PLAIN = {"SCALED": False, "GROUP": 0}
 
 
 def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int = 90) -> Any:
@@ -46,35 +46,45 @@ def test_products_compile(num_tokens: int) -> None:
     if isinstance(plan.gate_up, FewPlan):
         assert isinstance(plan.down, FewPlan)
         types = {**TYPES, "counts": "*fp32"}
-        constants = {**PLAIN, "NORM": True, **launch.few_constants(plan.gate_up, 768, 2048)}
+        constants = {"NORM": True, **launch.few_constants(plan.gate_up, 768, 2048)}
         compile_kernel(few_gate_up_kernel, {**types, "gain": "*bf16", "eps": "fp32"}, constants)
-        constants = {**PLAIN, "TOP_K": 8, "ADD": True, **launch.few_constants(plan.down, 2048, 768)}
+        constants = {"TOP_K": 8, "ADD": True, **launch.few_constants(plan.down, 2048, 768)}
         compiled = compile_kernel(few_down_kernel, types, constants)
         assert "ld.global.cg.v4" in compiled.asm["ptx"], "weights are not read in long pieces"
         return
     for product, is_gated in ((plan.gate_up, True), (plan.down, False)):
         assert isinstance(product, GroupedPlan)
-        constants = {**PLAIN, **launch.grouped_constants(product, is_gated=is_gated)}
-        compiled = compile_kernel(grouped_kernel, {**TYPES, "counts": "*fp32"}, constants)
+        constants = launch.grouped_constants(product, is_gated=is_gated)
+        compiled = compile_kernel(grouped_kernel, {**TYPES, **UNUSED}, constants)
         assert "cp.async" in compiled.asm["ptx"], "weights are not loaded ahead"
         assert "wgmma.mma_async" in compiled.asm["ptx"]
         assert compiled.metadata.shared <= SHARED_BYTES
 
 
 def test_products_over_e4m3_compile() -> None:
-    sizes = QWEN3_30B._replace(is_fp8=True, group=128)
-    types = {**TYPES, "weight": "*fp8e4nv", "counts": "*fp32"}
-    scaled = {"SCALED": True, "GROUP": 128}
+    sizes = QWEN3_30B._replace(bits=8, group=128)
+    types = {**TYPES, "weight": "*fp8e4nv", **UNUSED}
     few, grouped = choose_plan(1, sizes), choose_plan(64, sizes)
     assert few is not None
     assert grouped is not None
     assert isinstance(few.down, FewPlan)
-    constants = {"TOP_K": 8, "ADD": False, **launch.few_constants(few.down, 2048, 768), **scaled}
+    constants = {"TOP_K": 8, "ADD": False, **launch.few_constants(few.down, 2048, 768, is_scaled=True, group=128)}
     assert "ld.global.cg.v4" in compile_kernel(few_down_kernel, types, constants).asm["ptx"]
     assert isinstance(grouped.gate_up, GroupedPlan)
-    constants = {**launch.grouped_constants(grouped.gate_up, is_gated=True, rounded=True), **scaled}
+    constants = launch.grouped_constants(grouped.gate_up, is_gated=True, rounded=True, bits=8, group=128)
     compiled = compile_kernel(grouped_kernel, {**types, "x": "*fp8e4nv"}, constants)
     assert "m64n16k32.f32.e4m3.e4m3" in compiled.asm["ptx"]
+
+
+def test_products_over_e2m1_compile() -> None:
+    plan = choose_plan(64, MixtureSizes(32, 4, 2880, 2880, bits=4, group=32))
+    assert plan is not None
+    assert isinstance(plan.gate_up, GroupedPlan)
+    constants = launch.grouped_constants(plan.gate_up, is_gated=True, bits=4, has_bias=True, clamped=True)
+    types = {**TYPES, "weight": "*i32", "scales": "*u8", "bias": "*bf16", "counts": "*fp32"}
+    compiled = compile_kernel(grouped_kernel, {**types, "alpha": "fp32", "limit": "fp32"}, constants)
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert "fma.rn.bf16x2" in compiled.asm["ptx"]
 
 
 def test_what_lies_between_products_compiles() -> None:

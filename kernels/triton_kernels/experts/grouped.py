@@ -4,7 +4,8 @@ P pairs of a token and an expert, X experts, K inputs, N outputs. A program has 
 expert (sort.py cuts them) and TILE_N outputs. As in matmul_quantised.py weights are the wide operand, so 16 rows of an
 expert are as good as 128. Tiles of one expert follow each other, so its weights come from memory once.
 Of quantised matrices scales multiply sums, never weights. With ROUNDED x is e4m3 as well, a scale a row, and weights of
-e4m3 go to the tensor cores as they lie; else weights become 16 bit in the registers.
+e4m3 go to the tensor cores as they lie; else weights become 16 bit in the registers. Weights of e2m1 do with their
+scales, which are powers of two: in bf16 that is exact.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,16 +15,22 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.triton_kernels.common import INTERPRETED, begin, dot
+from tandem.kernels.triton_kernels.experts.stored import e2m1_tile
 from tandem.kernels.triton_kernels.products.matmul_quantised import widened
 
 
 @triton.jit
 def _add_product(
-    acc, weights, values, scale, SCALED: tl.constexpr, GROUP: tl.constexpr, ROUNDED: tl.constexpr, TILE_K: tl.constexpr
-):
-    """acc + weights @ values, with GROUP times the outputs' scale of these inputs."""
-    if SCALED and not ROUNDED:
-        weights = widened(weights, values.dtype)
+    acc, stored, values, scale, BITS: tl.constexpr, GROUP: tl.constexpr, ROUNDED: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """acc + weights @ values, with GROUP times the outputs' scale of these inputs. Of 4 bits `scale` has exponents."""
+    if BITS == 4:
+        weights = e2m1_tile(stored, scale, values.dtype, TILE_N, TILE_K)
+    elif BITS == 8 and not ROUNDED:
+        weights = widened(stored, values.dtype)
+    else:
+        weights = stored
     if GROUP > 0:
         return acc + dot(weights, values) * scale[:, None]
     elif INTERPRETED or weights.dtype == tl.float32:
@@ -32,12 +39,26 @@ def _add_product(
         return tl.dot(weights, values, acc, max_num_imprecise_acc=TILE_K if ROUNDED else None)
 
 
-@triton.jit(do_not_specialize=["steps", "tiles_n", "x_row", "w_row", "w_expert", "up", "y_row", "top_k"])
+@triton.jit
+def _gated(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+    """silu(gate) * up; CLAMPED as GPT-OSS has it (arXiv 2508.10925): both cut off at the limit, up raised by 1."""
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        return gate / (1.0 + tl.exp(-alpha * gate)) * up
+    else:
+        return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit(
+    do_not_specialize=["steps", "tiles_n", "x_row", "w_row", "w_expert", "up", "y_row", "top_k", "alpha", "limit"]
+)
 def grouped_kernel(
     x,  # [T, K] of GATED, else [P, K] in the order of `order`; strides (16 * x_row, 1)
     x_scales,  # fp32, one a row of x, where ROUNDED
-    weight,  # [X, N, K], strides (16 * w_expert, 16 * w_row, 1)
-    scales,  # fp32 [X, G, N] contiguous, where SCALED
+    weight,  # [X, N, K], strides (16 * w_expert, 16 * w_row, 1); of 4 bits int32 [X, N, K / 8], 4 * in place of 16 *
+    scales,  # fp32 [X, G, N] contiguous, of 8 bits; uint8 [X, N, K / 32] contiguous, of 4
+    bias,  # [X, N] contiguous, where HAS_BIAS
     order,  # int32 [P]: pairs, expert by expert
     tiles,  # int32 [grid's tiles along M, 4]: expert, first place in `order`, number of pairs, 0
     counts,  # fp32 [P]: what each pair's product is multiplied by; not of GATED
@@ -50,12 +71,16 @@ def grouped_kernel(
     up,  # GATED: rows of a matrix before up's first
     y_row,
     top_k,  # pairs of a token
+    alpha,  # of CLAMPED
+    limit,
     TILE_N: tl.constexpr,  # it divides N, of GATED half of N
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     GATED: tl.constexpr,  # y = silu(first half of outputs) * second half
-    SCALED: tl.constexpr,  # weights are e4m3
-    GROUP: tl.constexpr,  # inputs that share a scale, a multiple of TILE_K; 0: all
+    BITS: tl.constexpr,  # of weights: 8 (e4m3), 4 (e2m1), 0: they are as x
+    GROUP: tl.constexpr,  # of 8 bits, inputs that share a scale, a multiple of TILE_K; 0: all
+    HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
     ROUNDED: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -75,39 +100,54 @@ def grouped_kernel(
     pairs = tl.load(order + places)
     sources = pairs // top_k if GATED else places
     inputs = x + sources.to(tl.int64)[None, :] * (x_row * 16) + columns[:, None]
-    matrix = weight + expert * (w_expert * 16)
-    weights = matrix + outputs.to(tl.int64)[:, None] * (w_row * 16) + columns[None, :]
-    ups = weights + up.to(tl.int64) * (w_row * 16)
+    UNIT: tl.constexpr = 4 if BITS == 4 else 16  # elements in 16 bytes, or those of 16 bits in 32
+    WIDTH: tl.constexpr = TILE_K // 8 if BITS == 4 else TILE_K  # of a tile, as it is stored
+    matrix = weight + expert * (w_expert * UNIT)
+    weights = matrix + outputs.to(tl.int64)[:, None] * (w_row * UNIT) + tl.arange(0, WIDTH)[None, :]
+    ups = weights + up.to(tl.int64) * (w_row * UNIT)
     acc = tl.zeros([TILE_N, TILE_M], tl.float32)
     acc_up = tl.zeros([TILE_N, TILE_M], tl.float32)
     num_outputs = tiles_n * TILE_N * (2 if GATED else 1)
-    marks = scales + outputs
-    if SCALED:
-        marks += expert * ((steps * TILE_K // GROUP if GROUP > 0 else 1) * num_outputs)
-    # Of each step's group, and loaded a step ahead; without groups they aren't read here.
-    next_scale = tl.load(marks) if GROUP > 0 else outputs
-    next_up_scale = tl.load(marks + up) if GROUP > 0 and GATED else outputs
+    if BITS == 4:
+        groups = steps * (TILE_K // 32)
+        marks = scales + (expert * num_outputs + outputs)[:, None] * groups + tl.arange(0, TILE_K // 32)[None, :]
+        up_marks = marks + up * groups
+    else:
+        marks = scales + outputs
+        if BITS == 8:
+            marks += expert * ((steps * TILE_K // GROUP if GROUP > 0 else 1) * num_outputs)
+        up_marks = marks + up
+    # Of each step's inputs, and loaded a step ahead; with one scale an output they aren't read here.
+    next_scale = tl.load(marks) if GROUP > 0 or BITS == 4 else outputs
+    next_up_scale = tl.load(up_marks) if (GROUP > 0 or BITS == 4) and GATED else outputs
     for step in tl.range(0, steps, num_stages=STAGES):
         scale, up_scale = next_scale, next_up_scale
-        if GROUP > 0:
-            following = marks + tl.minimum(step + 1, steps - 1) * TILE_K // GROUP * num_outputs
-            next_scale = tl.load(following)
+        if GROUP > 0 or BITS == 4:
+            following = tl.minimum(step + 1, steps - 1)
+            ahead = following * (TILE_K // 32) if BITS == 4 else following * TILE_K // GROUP * num_outputs
+            next_scale = tl.load(marks + ahead)
             if GATED:
-                next_up_scale = tl.load(following + up)
+                next_up_scale = tl.load(up_marks + ahead)
         values_KM = tl.load(inputs + step * TILE_K)
-        acc = _add_product(acc, tl.load(weights + step * TILE_K), values_KM, scale, SCALED, GROUP, ROUNDED, TILE_K)
+        gates = tl.load(weights + step * WIDTH)
+        acc = _add_product(acc, gates, values_KM, scale, BITS, GROUP, ROUNDED, TILE_N, TILE_K)
         if GATED:
-            uppers = tl.load(ups + step * TILE_K)
-            acc_up = _add_product(acc_up, uppers, values_KM, up_scale, SCALED, GROUP, ROUNDED, TILE_K)
+            uppers = tl.load(ups + step * WIDTH)
+            acc_up = _add_product(acc_up, uppers, values_KM, up_scale, BITS, GROUP, ROUNDED, TILE_N, TILE_K)
     if ROUNDED:
         row_scales = tl.load(x_scales + sources)[None, :]
         acc, acc_up = acc * row_scales, acc_up * row_scales
-    if SCALED and GROUP == 0:
+    if BITS == 8 and GROUP == 0:
         acc *= tl.load(marks)[:, None]
         if GATED:
-            acc_up *= tl.load(marks + up)[:, None]
+            acc_up *= tl.load(up_marks)[:, None]
+    if HAS_BIAS:
+        biases = bias + expert * num_outputs + outputs
+        acc += tl.load(biases).to(tl.float32)[:, None]
+        if GATED:
+            acc_up += tl.load(biases + up).to(tl.float32)[:, None]
     if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+        acc = _gated(acc, acc_up, alpha, limit, CLAMPED)
         targets = places
     else:
         acc *= tl.load(counts + pairs)[None, :]

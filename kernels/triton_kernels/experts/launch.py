@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from tandem.kernels.experts.plans import FewPlan, GroupedPlan, MixturePlan
+from tandem.kernels.experts.plans import Clamp, FewPlan, GroupedPlan, MixturePlan
 from tandem.kernels.experts.stacked import StackedWeight
 from tandem.kernels.products.quantised import quantise_rows
 from tandem.kernels.triton_kernels.common import overlap
@@ -18,36 +18,54 @@ from tandem.kernels.triton_kernels.experts.sort import sort_triton
 
 
 class _Stored(NamedTuple):
-    """What kernels take of a matrix. Without scales `scales` is never read."""
+    """What kernels take of a matrix. What it lacks, scales or a bias, is never read. Strides are in 16 elements, or of
+    quantised ones in 16 bytes."""
 
     values: torch.Tensor
     scales: torch.Tensor
-    is_scaled: bool
-    group: int
+    bias: torch.Tensor
+    row: int
+    expert: int
+    bits: int = 0
+    group: int = 0
+    has_bias: bool = False
 
     @classmethod
     def of(cls, weight: torch.Tensor | StackedWeight) -> _Stored:
+        values = weight if isinstance(weight, torch.Tensor) else weight.values
+        expert, row, _ = (stride // 16 for stride in values.stride())
         if isinstance(weight, torch.Tensor):
-            return cls(weight, weight, False, 0)
-        return cls(weight.values, weight.scales, True, weight.group)
+            return cls(values, values, values, row, expert)
+        if weight.bits == 4:
+            values = values.view(torch.int32)
+        bias, group = weight.scales if weight.bias is None else weight.bias, weight.group if weight.bits == 8 else 0
+        return cls(values, weight.scales, bias, row, expert, weight.bits, group, weight.bias is not None)
 
-    @property
-    def constants(self) -> dict[str, Any]:
-        return {"SCALED": self.is_scaled, "GROUP": self.group}
 
-
-def grouped_constants(plan: GroupedPlan, *, is_gated: bool, rounded: bool = False) -> dict[str, Any]:
-    """The kernel's compile-time constants and options for a plan, but how weights are stored."""
+def grouped_constants(
+    plan: GroupedPlan,
+    *,
+    is_gated: bool,
+    rounded: bool = False,
+    bits: int = 0,
+    group: int = 0,
+    has_bias: bool = False,
+    clamped: bool = False,
+) -> dict[str, Any]:
+    """The kernel's compile-time constants and options for a plan and matrices that are stored so."""
     return {
-        "TILE_N": plan.tile_n, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "GATED": is_gated,
-        "ROUNDED": rounded, "STAGES": plan.stages, "num_warps": plan.warps,
+        "TILE_N": plan.tile_n, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "GATED": is_gated, "BITS": bits,
+        "GROUP": group, "HAS_BIAS": has_bias, "CLAMPED": clamped, "ROUNDED": rounded, "STAGES": plan.stages,
+        "num_warps": plan.warps,
     }  # fmt: skip
 
 
-def few_constants(plan: FewPlan, num_outputs: int, num_inputs: int) -> dict[str, Any]:
+def few_constants(
+    plan: FewPlan, num_outputs: int, num_inputs: int, *, is_scaled: bool = False, group: int = 0
+) -> dict[str, Any]:
     return {
         "SIZE": num_outputs, "TILE_N": plan.tile_n, "TILE_K": plan.tile_k, "STEPS": num_inputs // plan.tile_k,
-        "num_warps": plan.warps,
+        "SCALED": is_scaled, "GROUP": group, "num_warps": plan.warps,
     }  # fmt: skip
 
 
@@ -59,6 +77,7 @@ def launch(
     gate_up_XGE: torch.Tensor | StackedWeight,
     down_XEF: torch.Tensor | StackedWeight,
     norm: tuple[torch.Tensor, float] | None = None,
+    clamp: Clamp | None = None,
 ) -> torch.Tensor:
     """What the mixture makes of x, [T, E]. Rows of x and of matrices start at multiples of 16 elements.
 
@@ -72,13 +91,16 @@ def launch(
     out = torch.empty((num_tokens, hidden), dtype=dtype, device=device) if norm is None else x_TE
     if isinstance(plan.gate_up, FewPlan):
         assert isinstance(plan.down, FewPlan), f"{plan} mixes ways"
+        assert clamp is None, f"{plan} knows SiLU alone"
         _launch_few(plan.gate_up, plan.down, x_TE, ids_Tk, weights_Tk, gate_up, down, activated, out, norm)
         return out
     assert isinstance(plan.down, GroupedPlan), f"{plan} mixes ways"
     assert norm is None, f"{plan} takes x as it is"
     assert plan.down.tile_m == plan.gate_up.tile_m, f"{plan} cuts rows in two ways"
     order, tiles = sort_triton(ids_Tk, num_experts, plan.gate_up.tile_m)
-    multiply = functools.partial(_launch_grouped, order=order, tiles=tiles, weights_Tk=weights_Tk, rounded=plan.rounded)
+    multiply = functools.partial(
+        _launch_grouped, order=order, tiles=tiles, weights_Tk=weights_Tk, rounded=plan.rounded, clamp=clamp
+    )
     multiply(plan.gate_up, x_TE, gate_up, activated, is_gated=True)
     products = torch.empty((num_pairs, hidden), dtype=dtype, device=device)
     multiply(plan.down, activated, down, products, is_gated=False)
@@ -102,17 +124,18 @@ def _launch_few(
     norm: tuple[torch.Tensor, float] | None,
 ) -> None:
     gain, eps = norm or (x_TE, 0.0)
+    assert not gate_up.has_bias, "experts with biases have no FewPlan"
     (num_tokens, top_k), (_, hidden, width) = ids_Tk.shape, down.values.shape
+    constants: dict[str, Any] = {"is_scaled": bool(down.bits), "group": down.group}
     few_gate_up_kernel[(width // gate_up_plan.tile_n, num_tokens * top_k)](
         x_TE, gate_up.values, gate_up.scales, ids_Tk, gain, activated,
-        x_TE.stride(0) // 16, gate_up.values.stride(1) // 16, gate_up.values.stride(0) // 16, width, top_k, eps,
-        NORM=norm is not None, **few_constants(gate_up_plan, width, hidden), **gate_up.constants,
-        **overlap(x_TE.device),
+        x_TE.stride(0) // 16, gate_up.row, gate_up.expert, width, top_k, eps,
+        NORM=norm is not None, **few_constants(gate_up_plan, width, hidden, **constants), **overlap(x_TE.device),
     )  # fmt: skip
     few_down_kernel[(hidden // down_plan.tile_n, num_tokens)](
         activated, down.values, down.scales, ids_Tk, weights_Tk, out,
-        down.values.stride(1) // 16, down.values.stride(0) // 16, TOP_K=top_k, ADD=norm is not None,
-        **few_constants(down_plan, hidden, width), **down.constants, **overlap(x_TE.device),
+        down.row, down.expert, TOP_K=top_k, ADD=norm is not None,
+        **few_constants(down_plan, hidden, width, **constants), **overlap(x_TE.device),
     )  # fmt: skip
 
 
@@ -126,16 +149,20 @@ def _launch_grouped(
     tiles: torch.Tensor,
     weights_Tk: torch.Tensor,
     rounded: bool,
+    clamp: Clamp | None,
     is_gated: bool,
 ) -> None:
-    values, num_outputs, num_inputs = weight.values, out.shape[1], weight.values.shape[2]
+    values, num_outputs, num_inputs = weight.values, out.shape[1], x.shape[1]
     assert num_outputs % plan.tile_n == 0 == num_inputs % plan.tile_k, f"{plan} for {tuple(values.shape)}"
     assert weight.group % plan.tile_k == 0, f"{plan} for groups of {weight.group}"
     x, x_scales = quantise_rows(x) if rounded else (x, weight.scales)
-    tiles_n = num_outputs // plan.tile_n
+    tiles_n, (alpha, limit) = num_outputs // plan.tile_n, clamp or (1.0, 0.0)
+    constants = grouped_constants(
+        plan, is_gated=is_gated, rounded=rounded, bits=weight.bits, group=weight.group, has_bias=weight.has_bias,
+        clamped=clamp is not None,
+    )  # fmt: skip
     grouped_kernel[(len(tiles) * tiles_n,)](
-        x, x_scales, values, weight.scales, order, tiles, weights_Tk, out, num_inputs // plan.tile_k, tiles_n,
-        x.stride(0) // 16, values.stride(1) // 16, values.stride(0) // 16, num_outputs, out.stride(0) // 16,
-        weights_Tk.shape[1], **grouped_constants(plan, is_gated=is_gated, rounded=rounded), **weight.constants,
-        **overlap(x.device),
+        x, x_scales, values, weight.scales, weight.bias, order, tiles, weights_Tk, out, num_inputs // plan.tile_k,
+        tiles_n, x.stride(0) // 16, weight.row, weight.expert, num_outputs, out.stride(0) // 16,
+        weights_Tk.shape[1], alpha, limit, **constants, **overlap(x.device),
     )  # fmt: skip

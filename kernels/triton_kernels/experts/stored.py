@@ -1,4 +1,5 @@
-"""Quantised matrices of experts as the kernels read them: e4m3 with a scale an output, or one a group of inputs."""
+"""Quantised matrices of experts as the kernels read them: e4m3 with a scale an output, or one a group of inputs; e2m1
+with a power of two for every 32 inputs (MXFP4: OCP Microscaling Formats 1.0)."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -6,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tandem.kernels.triton_kernels.common import INTERPRETED
 from tandem.kernels.triton_kernels.products.matmul_quantised import widened
 
 
@@ -32,3 +34,72 @@ def scaled(stored, scales, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl
         return grouped.reshape(TILE_N, TILE_K)
     else:
         return wide * scales[:, None]
+
+
+@triton.jit
+def e2m1_tile(words, exponents, DTYPE: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
+    """[TILE_N, TILE_K] in DTYPE: exact, but that fp16 may be too narrow. `words`: int32 [TILE_N, TILE_K / 8], ordered
+    as those of 4 bits (kernels/products/quantised_weight.py packs them): word 4 b + t has inputs
+    32 b + 16 s + 8 h + 2 t + p, number 4 p + 2 s + h of its eight. `exponents`: uint8 [TILE_N, TILE_K / 32]."""
+    shared = tl.broadcast_to(exponents.to(tl.int32)[:, :, None], (TILE_N, TILE_K // 32, 4))
+    a, b, c, d, e, f, g, h = _eight_e2m1(words, shared.reshape(TILE_N, TILE_K // 8), DTYPE)
+    low = tl.join(tl.join(a, b), tl.join(c, d))
+    by_lane = tl.join(low, tl.join(tl.join(e, f), tl.join(g, h)))  # [rows, 4 b + t, h, s, p]
+    by_lane = by_lane.reshape(TILE_N, TILE_K // 32, 4, 2, 2, 2)
+    return by_lane.permute(0, 1, 4, 3, 2, 5).reshape(TILE_N, TILE_K)
+
+
+@triton.jit
+def _eight_e2m1(words, exponents, DTYPE: tl.constexpr):
+    """int32 [...] of eight e2m1, and the exponent (by 127 too large, at most 128) of each word's -> eight [...] in
+    DTYPE, number 4 p + j in bits 16 p + 4 j. In bf16 the three bits after the sign, as the last of an exponent and the
+    first of a mantissa, are the number times 2^-126, subnormal ones included: one product with a power of two makes
+    it right."""
+    if INTERPRETED or tl.bfloat16 != DTYPE:
+        factor = (exponents << 23).to(tl.float32, bitcast=True)
+        return (
+            _e2m1(words, factor, DTYPE), _e2m1(words >> 4, factor, DTYPE),
+            _e2m1(words >> 8, factor, DTYPE), _e2m1(words >> 12, factor, DTYPE),
+            _e2m1(words >> 16, factor, DTYPE), _e2m1(words >> 20, factor, DTYPE),
+            _e2m1(words >> 24, factor, DTYPE), _e2m1(words >> 28, factor, DTYPE),
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 a, b, c, d, s, z;
+            mov.b32 z, 0x80008000;
+            shl.b32 a, $8, 6;
+            shl.b32 b, $8, 2;
+            shr.b32 c, $8, 2;
+            shr.b32 d, $8, 6;
+            and.b32 a, a, 0x01c001c0;
+            and.b32 b, b, 0x01c001c0;
+            and.b32 c, c, 0x01c001c0;
+            and.b32 d, d, 0x01c001c0;
+            shl.b32 s, $8, 12;
+            lop3.b32 a, s, z, a, 0xea;
+            shl.b32 s, $8, 8;
+            lop3.b32 b, s, z, b, 0xea;
+            shl.b32 s, $8, 4;
+            lop3.b32 c, s, z, c, 0xea;
+            lop3.b32 d, $8, z, d, 0xea;
+            fma.rn.bf16x2 a, a, $9, z;
+            fma.rn.bf16x2 b, b, $9, z;
+            fma.rn.bf16x2 c, c, $9, z;
+            fma.rn.bf16x2 d, d, $9, z;
+            mov.b32 {$0, $4}, a;
+            mov.b32 {$1, $5}, b;
+            mov.b32 {$2, $6}, c;
+            mov.b32 {$3, $7}, d; }""",
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, ((exponents + 126) << 7) * 0x10001],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            True, 1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _e2m1(codes, factor, DTYPE: tl.constexpr):
+    """The number in the last four bits, times the factor."""
+    exponent, half = codes >> 1 & 3, codes & 1
+    halves = tl.where(exponent == 0, half, (2 + half) << tl.maximum(exponent - 1, 0))
+    signed = tl.where(codes & 8 != 0, -halves, halves)
+    return (signed.to(tl.float32) * 0.5 * factor).to(DTYPE)
