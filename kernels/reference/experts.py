@@ -51,8 +51,10 @@ def mixture(
     clamp: Clamp | None = None,
 ) -> torch.Tensor:
     """[T, E]: down(silu(gate) * up) of each token's experts, weighted and added up in the order of its choice; experts
-    that aren't here add nothing. Asks the host which experts were chosen. `rounded`: what products make of their
-    rows first."""
+    that aren't here add nothing. Asks the host which experts were chosen, but where a graph is captured. `rounded`:
+    what products make of their rows first."""
+    if x_TE.is_cuda and torch.cuda.is_current_stream_capturing():
+        return by_every_expert(x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF, clamp)
     products_TkE = x_TE.new_zeros(*ids_Tk.shape, down_XEF.shape[1], dtype=torch.float32)
     for expert in ids_Tk[ids_Tk != NOT_HERE].unique().tolist():
         token, place = torch.where(ids_Tk == expert)
@@ -60,6 +62,26 @@ def mixture(
         product = _product(rounded(gated(gate, up, clamp)), down_XEF, expert)
         products_TkE[token, place] = product.float() * weights_Tk[token, place, None].float()
     return products_TkE.sum(1).to(x_TE.dtype)
+
+
+def by_every_expert(
+    x_TE: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    gate_up_XGE: torch.Tensor | StackedWeight,
+    down_XEF: torch.Tensor | StackedWeight,
+    clamp: Clamp | None = None,
+) -> torch.Tensor:
+    """`mixture` with every token going through every expert, for graphs, which can't ask the host."""
+    num_experts = down_XEF.shape[0]
+    counts_TX = x_TE.new_zeros(len(x_TE), num_experts + 1, dtype=torch.float32)  # the last are not here
+    counts_TX.scatter_add_(1, torch.where(ids_Tk == NOT_HERE, num_experts, ids_Tk).long(), weights_Tk.float())
+    total_TE = x_TE.new_zeros(x_TE.shape, dtype=torch.float32)
+    for expert in range(num_experts):
+        gate, up = _product(x_TE, gate_up_XGE, expert).chunk(2, dim=-1)
+        product_TE = _product(gated(gate, up, clamp), down_XEF, expert)
+        total_TE += product_TE.float() * counts_TX[:, expert, None]
+    return total_TE.to(x_TE.dtype)
 
 
 def _product(x_PK: torch.Tensor, weight: torch.Tensor | StackedWeight, expert: int) -> torch.Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from quantised_checkpoints import quantised_folders
+from quantised_checkpoints import mxfp4_folders, quantised_folders
 from split_pair import GREEDY, run_both_ways
 from tiny_adapters import merged, tiny_adapter
+from tiny_hf_models import tiny_hf_model
 
 from tandem.engine.adapters.adapter_files import read_adapter
 from tandem.engine.contracts.wire.parts import AdapterRef
@@ -22,3 +23,10 @@ def test_greedy_tokens_are_those_of_the_dequantised_weights(kind: str, form: str
     made = run_both_ways(folder, (17, 90), AdapterRef(str(adapter), read_adapter(str(adapter)).digest))
     for model, (prompt, output) in zip([with_it] * 4 + [twin] * 4, made, strict=True):
         check_greedy(model, prompt, output, GREEDY.max_tokens)
+
+
+def test_greedy_tokens_of_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
+    """GPT-OSS with sinks and alternating windows; transformers is given what the numbers stand for."""
+    folder, twin = mxfp4_folders(tiny_hf_model("gpt_oss"), tmp_path)
+    for prompt, output in run_both_ways(folder, (1, 17, 90)):
+        check_greedy(twin, prompt, output, GREEDY.max_tokens)

@@ -152,3 +152,37 @@ def quantised_folders(plain: Path, root: Path, form: str) -> tuple[Path, Path]:
     path = quantised / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
     return quantised, twin
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def mxfp4(plain_XKN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(blocks [X, N, G, 16], exponents [X, N, G], what they stand for [X, K, N]): a power of two for 32 inputs."""
+    groups = plain_XKN.transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = groups.abs().amax(3).log2().floor() - 2  # the largest number lies between 4 and 8
+    scaled = groups / 2 ** exponents[..., None]
+    codes = (scaled.abs()[..., None] - torch.tensor(E2M1)).abs().argmin(-1)
+    twin = (torch.tensor(E2M1)[codes] * scaled.sign() * 2 ** exponents[..., None]).flatten(2).transpose(1, 2)
+    codes = codes | (scaled < 0) << 3
+    blocks = codes[..., ::2] | codes[..., 1::2] << 4
+    return blocks.to(torch.uint8), (exponents + 127).to(torch.uint8), twin.contiguous()
+
+
+def mxfp4_folders(plain: Path, root: Path) -> tuple[Path, Path]:
+    """(GPT-OSS with experts in MXFP4, twin) of the plain one, below `root`."""
+    quantised, twin = root / "mxfp4", root / "mxfp4 twin"
+    for folder in (quantised, twin):
+        shutil.copytree(plain, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    plainly = {name: tensor for file in plain.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    stored = dict(plainly)
+    for name in list(stored):
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            stored[f"{name}_blocks"], stored[f"{name}_scales"], plainly[name] = mxfp4(stored.pop(name))
+    save_file(stored, quantised / "model.safetensors")
+    save_file(plainly, twin / "model.safetensors")
+    path = quantised / "config.json"
+    left_out = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": left_out}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
+    return quantised, twin

@@ -39,6 +39,7 @@ SET_FROM_OUTSIDE = {
     "engine/models/hf/config.py": ("transformers", {"pad_token_id"}),
     "engine/models/hf/encoder.py": ("transformers", {"forward", "tandem_cross", "_attn_implementation"}),
     "engine/models/hf/encoder_trial.py": ("transformers", {"_attn_implementation"}),
+    "engine/models/hf/loader.py": ("transformers", {"tandem_stacks"}),
     "engine/models/hf/low_rank.py": ("transformers", {"forward"}),
     "engine/models/hf/parallel.py": ("transformers", {"tandem_cut", "tandem_heads", "num_key_value_groups"}),
     "engine/models/hf/trial.py": ("transformers", {"_attn_implementation"}),

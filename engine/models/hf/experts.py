@@ -17,7 +17,9 @@ from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from tandem.engine.models.hf.attention import NAME
+from tandem.engine.models.packed_experts import Stacks
 from tandem.kernels.experts import mixture
+from tandem.kernels.experts.plans import Clamp
 
 SILU = (SiLUActivation, torch.nn.SiLU)
 REPLACED = "grouped_mm"  # transformers' choice for architectures that let it choose
@@ -27,7 +29,12 @@ DENSE_TOKENS = 256  # so many go through all experts even in a step that is not 
 def experts_forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """hidden [T, E]; each token's experts and their weights [T, k] -> [T, E]. `module` holds all experts' matrices."""
+    """hidden [T, E]; each token's experts and their weights [T, k] -> [T, E]. `module` holds all experts' matrices, or
+    `tandem_stacks` in place of them."""
+    stacks: Stacks | None = getattr(module, "tandem_stacks", None)
+    if stacks is not None:
+        clamp = Clamp(module.alpha, module.limit)
+        return mixture.mixture(hidden_states, top_k_index.int(), top_k_weights.float(), *stacks, clamp)
     if hidden_states.is_cuda and _is_plain(module):
         ids, matrices = top_k_index.int(), (module.gate_up_proj, module.down_proj)
         if mixture.serves(hidden_states, ids, *matrices):

@@ -1,0 +1,100 @@
+"""GPT-OSS's experts in MXFP4: read as they are stored, and what is broken is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised_checkpoints import mxfp4_folders
+from safetensors.torch import load_file, save_file
+from tiny_hf_models import tiny_hf_model
+
+from tandem.engine.contracts.config import ModelOptions
+from tandem.engine.contracts.errors import CheckpointError, ConfigError
+from tandem.engine.models.choice import load_chosen, load_config
+from tandem.kernels.experts.plans import NOT_HERE, Clamp
+from tandem.kernels.experts.stacked import e2m1, stacked_mxfp4
+from tandem.kernels.reference import experts as twins
+
+CPU = torch.device("cpu")
+FIRST = "model.layers.0.mlp.experts"
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, **options: str) -> Any:
+    given = ModelOptions(str(folder), **options)  # type: ignore[arg-type]
+    return load_chosen(folder, load_config(folder, given), given, CPU, dtype)
+
+
+def test_experts_stay_in_four_bits_and_stand_for_what_is_stored(tmp_path: Path) -> None:
+    folder, twin = mxfp4_folders(tiny_hf_model("gpt_oss"), tmp_path)
+    model, plain = load(folder, torch.bfloat16), load_file(twin / "model.safetensors")
+    gate_up, down = model.decoder.layers[0].mlp.experts.tandem_stacks
+    assert not list(model.decoder.layers[0].mlp.experts.parameters())
+    assert down.num_bytes == down.values.numel() * 17 // 16
+    both = plain[f"{FIRST}.gate_up_proj"][3].t()
+    assert torch.equal(gate_up.dequantised(3, torch.float32), torch.cat((both[::2], both[1::2])))
+    bias = plain[f"{FIRST}.gate_up_proj_bias"][3].bfloat16()
+    assert torch.equal(gate_up.bias[3], torch.cat((bias[::2], bias[1::2])))
+    assert torch.equal(down.dequantised(3, torch.float32), plain[f"{FIRST}.down_proj"][3].t())
+    with pytest.raises(ConfigError, match="--compile doesn't go with experts in MXFP4"):
+        model.compile_forward()
+
+
+def test_made_up_experts_are_stored_likewise(tmp_path: Path) -> None:
+    folder, _ = mxfp4_folders(tiny_hf_model("gpt_oss"), tmp_path)
+    for stack in load(folder, load_format="dummy").decoder.layers[1].mlp.experts.tandem_stacks:
+        assert len(stack.dequantised(0, torch.float32).unique()) == 15  # 0 has two signs
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("down_proj_scales", None, "no shard holds model.layers.0.mlp.experts.down_proj_scales; fetch"),
+        (
+            "down_proj_blocks",
+            lambda blocks: blocks[:1],
+            r"U8 \[1, 64, 3, 16\], config.json asks for U8 \[4, 64, 3, 16\]",
+        ),
+        (
+            "gate_up_proj_scales",
+            lambda scales: scales.fill_(131),
+            "a scale is 2\\^4, and only such up to 2 are supported",
+        ),
+        (
+            "down_proj_more",
+            lambda _: torch.ones(1),
+            "the weights hold model.layers.0.mlp.experts.down_proj_more, which",
+        ),
+    ],
+)
+def test_broken_checkpoints_are_refused_by_name(
+    name: str, change: Callable[[Any], torch.Tensor] | None, why: str, tmp_path: Path
+) -> None:
+    folder, _ = mxfp4_folders(tiny_hf_model("gpt_oss"), tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    found = weights.pop(f"{FIRST}.{name}", None)
+    if change is not None:
+        weights[f"{FIRST}.{name}"] = change(found).contiguous()
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=why):
+        load(folder)
+
+
+def test_codes_stand_for_what_the_format_says() -> None:
+    numbers = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    expected = torch.tensor((*numbers, *(-number for number in numbers)))
+    assert torch.equal(e2m1(torch.arange(16, dtype=torch.uint8)), expected)
+
+
+def test_what_graphs_hold_where_no_kernel_serves_makes_the_same() -> None:
+    codes = [torch.randint(0, 16, (3, *shape), dtype=torch.uint8) for shape in ((64, 64), (64, 32))]
+    gate_up, down = (
+        stacked_mxfp4(each, torch.full_like(each[:, :, ::32], 123), torch.randn(each.shape[:2])) for each in codes
+    )
+    ids = torch.tensor([[0, 1], [NOT_HERE, 2], [1, NOT_HERE]], dtype=torch.int32)
+    x, weights, clamp = torch.randn(3, 64), torch.rand(3, 2), Clamp(1.702, 7.0)
+    expected = twins.mixture(x, ids, weights, gate_up, down, clamp=clamp)
+    torch.testing.assert_close(twins.by_every_expert(x, ids, weights, gate_up, down, clamp), expected)
