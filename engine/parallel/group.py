@@ -7,6 +7,7 @@ size, V vocabulary, R ranks.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from tandem.engine.parallel.peer_memory import RankMemory, open_mail, share
 from tandem.engine.parallel.sharding import Shard
+from tandem.engine.parallel.stand_in import StandIn
 from tandem.kernels.products.all_reduce import Mail, MailLayout, argmax_of_shards, sum_add_rms_norm
 from tandem.kernels.products.fused_ops import add_rms_norm, argmax_tokens
 
@@ -47,6 +49,8 @@ class TensorParallel:
         self._ends_steps_together = ends_steps_together
         self._mail: Mail | None = None
         self._nothing_1E: torch.Tensor | None = None  # what is summed only to know that all ranks have come so far
+        self._num_exchanges = 0  # of the newest step
+        self._stand_in: StandIn | None = None
 
     @classmethod
     def join(
@@ -92,45 +96,52 @@ class TensorParallel:
         if self.device.type == "cpu":
             dist.destroy_process_group()
 
+    def begin_step(self) -> None:
+        """From here on exchanges are those of another step."""
+        self._num_exchanges, self._stand_in = 0, None
+
+    def stand_in(self, rows: Mapping[int, int]) -> None:
+        """For the rest of a step that this rank has no memory for: what it exchanges from now on are zeros, of
+        `rows[n]` rows where it comes with n. Those exchanges that it has taken part in are passed over."""
+        if self._stand_in is None:
+            self._stand_in = StandIn(rows, self._num_exchanges)
+        self._stand_in.rows = rows
+
     def sum_add_rms_norm(
         self, x_NE: torch.Tensor, residual_NE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """residual += sum of the ranks' x, in place; the new residual normalised. `x_NE` is overwritten."""
-        if self._mail is not None and (way := self._mail.way(x_NE)) is not None:
-            return sum_add_rms_norm(self._mail, x_NE, residual_NE, weight_E, eps, way)
-        if x_NE.shape[0]:
-            dist.all_reduce(x_NE)
+        if self._stand_in is None:
+            return self._sum_add_rms_norm(x_NE, residual_NE, weight_E, eps)
+        self._stand_in.give(x_NE, lambda x: self._sum_add_rms_norm(x, torch.zeros_like(x), weight_E, eps))
         return add_rms_norm(x_NE, residual_NE, weight_E, eps)
 
     def sum(self, x_NE: torch.Tensor) -> torch.Tensor:
         """[N, E]: the sum of the ranks' x, which is overwritten."""
-        if self._mail is not None and (way := self._mail.way(x_NE)) is not None:
-            assert self._nothing_1E is not None, "made when the group was joined"
-            total_NE = torch.zeros_like(x_NE)
-            sum_add_rms_norm(self._mail, x_NE, total_NE, self._nothing_1E[0], 1.0, way)
-            return total_NE
-        if x_NE.shape[0]:
-            dist.all_reduce(x_NE)
+        if self._stand_in is None:
+            return self._sum(x_NE)
+        self._stand_in.give(x_NE, self._sum)
         return x_NE
 
     def argmax(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """int64 [N]: the most likely token of the whole vocabulary, the lowest id of equals."""
-        num_rows, shard_size = logits_NV.shape
-        if self._mail is not None and num_rows <= self._mail.layout.max_rows:
-            return argmax_of_shards(self._mail, logits_NV)
-        own_N = argmax_tokens(logits_NV)
-        peak_N = logits_NV.gather(1, own_N[:, None])[:, 0]
-        own = torch.stack((peak_N.double(), (own_N + self.shard.rank * shard_size).double()))
-        all_R2N = self._gathered(own)
-        return all_R2N[:, 1].gather(0, all_R2N[:, 0].argmax(0, keepdim=True))[0].long()
+        if self._stand_in is None:
+            return self._argmax(logits_NV)
+        self._stand_in.give(logits_NV, self._argmax)
+        return torch.zeros(len(logits_NV), dtype=torch.int64, device=self.device)
 
     def gather_logits(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """[N, V] from every rank's run of the vocabulary."""
-        return self._gathered(logits_NV).transpose(0, 1).flatten(1)
+        if self._stand_in is None:
+            return self._gathered(logits_NV).transpose(0, 1).flatten(1)
+        self._stand_in.give(logits_NV, self._gathered)
+        return logits_NV.repeat(1, self.shard.size)
 
     def from_rank_0(self, tensor: torch.Tensor) -> torch.Tensor:
         """Overwrites `tensor` with rank 0's content and returns it."""
-        dist.broadcast(tensor, src=0)
+        if self._stand_in is None:
+            return self._from_rank_0(tensor)
+        self._stand_in.give(tensor, self._from_rank_0)
         return tensor
 
     def end_step(self, num_sampled: int) -> None:
@@ -142,7 +153,7 @@ class TensorParallel:
             dist.barrier()
         elif not num_sampled:
             assert self._nothing_1E is not None, "made when the group was joined"
-            self.sum_add_rms_norm(self._nothing_1E, self._nothing_1E, self._nothing_1E[0], 1.0)
+            self._sum_add_rms_norm(self._nothing_1E, self._nothing_1E, self._nothing_1E[0], 1.0)
 
     def share_memory(self, memory: torch.Tensor) -> list[RankMemory]:
         """A collective on GPUs that returns every rank's `memory`, in the order of ranks, mapped for as long as they
@@ -155,8 +166,53 @@ class TensorParallel:
         dist.all_reduce(holder, op=dist.ReduceOp.MIN)
         return int(holder)
 
+    # --- one exchange each, counted once it is launched -----------------------------------------------------------
+
+    def _sum_add_rms_norm(
+        self, x_NE: torch.Tensor, residual_NE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        if self._mail is not None and (way := self._mail.way(x_NE)) is not None:
+            normed_NE = sum_add_rms_norm(self._mail, x_NE, residual_NE, weight_E, eps, way)
+            self._num_exchanges += 1
+            return normed_NE
+        self._all_reduce(x_NE)
+        return add_rms_norm(x_NE, residual_NE, weight_E, eps)
+
+    def _sum(self, x_NE: torch.Tensor) -> torch.Tensor:
+        if self._mail is not None and (way := self._mail.way(x_NE)) is not None:
+            assert self._nothing_1E is not None, "made when the group was joined"
+            total_NE = torch.zeros_like(x_NE)
+            sum_add_rms_norm(self._mail, x_NE, total_NE, self._nothing_1E[0], 1.0, way)
+            self._num_exchanges += 1
+            return total_NE
+        self._all_reduce(x_NE)
+        return x_NE
+
+    def _all_reduce(self, x_NE: torch.Tensor) -> None:
+        if x_NE.shape[0]:
+            dist.all_reduce(x_NE)
+        self._num_exchanges += 1
+
+    def _argmax(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        num_rows, shard_size = logits_NV.shape
+        if self._mail is not None and num_rows <= self._mail.layout.max_rows:
+            token_N = argmax_of_shards(self._mail, logits_NV)
+            self._num_exchanges += 1
+            return token_N
+        own_N = argmax_tokens(logits_NV)
+        peak_N = logits_NV.gather(1, own_N[:, None])[:, 0]
+        own = torch.stack((peak_N.double(), (own_N + self.shard.rank * shard_size).double()))
+        all_R2N = self._gathered(own)
+        return all_R2N[:, 1].gather(0, all_R2N[:, 0].argmax(0, keepdim=True))[0].long()
+
+    def _from_rank_0(self, tensor: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(tensor, src=0)
+        self._num_exchanges += 1
+        return tensor
+
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         """[R, *shape], in the order of ranks."""
         out = tensor.new_empty((self.shard.size, *tensor.shape))
         _all_gather(out.flatten(0, 1), tensor.contiguous())
+        self._num_exchanges += 1
         return out

@@ -106,6 +106,8 @@ class TokenDrawing:
         try:
             self._sample(samples, logits_NV, step, masks)
         except torch.OutOfMemoryError as error:
+            if self._group is not None:
+                raise  # the other ranks wait for this one's part
             self._faults.on_out_of_memory(len(samples), error)
             step.fail(NO_MEMORY)
         self._mark_end(step)
@@ -139,6 +141,17 @@ class TokenDrawing:
             return group.from_rank_0(torch.empty(len(logits_NV), dtype=torch.int64, device=self._device)), None
         token_N, logprobs = sample(all_logits_NV, batch)
         return group.from_rank_0(token_N), logprobs
+
+    def forgo(self, samples: Sequence[SampleRow], logits_1V: torch.Tensor) -> None:
+        """Takes part in what ranks exchange to draw these, without any to draw; `logits_1V` stand for their logits."""
+        assert self._group is not None
+        self._group.stand_in({1: len(samples)})
+        batch, _, _ = self._state.sampling_batch(samples)
+        if batch.is_greedy:
+            self._group.argmax(logits_1V)
+            return
+        self._group.gather_logits(logits_1V)
+        self._group.from_rank_0(torch.zeros(1, dtype=torch.int64, device=self._device))
 
     def _mark_end(self, step: LaunchedStep) -> None:
         if self._overflows is not None:

@@ -12,6 +12,7 @@ import torch
 
 from tandem.engine.media.encoder import EncodeError, MediaInputs
 from tandem.engine.media.slots import MediaSlots
+from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.drawing import TokenDrawing
 from tandem.engine.running.faults import StepFaults
@@ -21,7 +22,7 @@ from tandem.engine.running.step_inputs import ForwardInputs, StepInputs
 from tandem.engine.running.step_pieces import StepPiece, split_step
 from tandem.engine.running.step_result import NO_MEMORY, HostLogprobs, LaunchedStep
 from tandem.engine.scheduling.ports import KVConnectorWorker
-from tandem.engine.scheduling.step import SchedulerOutput
+from tandem.engine.scheduling.step import ScheduledRow, SchedulerOutput
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.products.fused_ops import unfused
 from tandem.kernels.products.rotary_attention import WantedTokens
@@ -52,7 +53,8 @@ class EagerSteps:
 
     def compute(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """Runs any mix of rows and draws. When memory doesn't suffice, it runs them again in ever smaller pieces, to
-        the same effect. If even the smallest pieces do not fit, the step's requests fail."""
+        the same effect. If even the smallest pieces do not fit, or other ranks compute it as one, the step's requests
+        fail."""
         if not output.rows:
             self._wait_for_layers(output)
             self._save_layers(output)
@@ -68,6 +70,9 @@ class EagerSteps:
             except torch.OutOfMemoryError as error:
                 largest = max(piece.num_tokens for piece in pieces)
                 self._faults.on_out_of_memory(largest, error)
+            if self._model.group is not None:
+                self._forgo(output, step, self._model.group)
+                break
             if largest <= SMALLEST_PIECE:
                 step.fail(NO_MEMORY)
                 break
@@ -93,6 +98,21 @@ class EagerSteps:
             if media is not None:
                 return self._model(inputs.input_ids_T, inputs.positions_T, wanted, media)
             return self._model(inputs.input_ids_T, inputs.positions_T, wanted)
+
+    def _forgo(self, output: SchedulerOutput, step: LaunchedStep, group: TensorParallel) -> None:
+        """Takes part in what the other ranks exchange of this step, in a pass over two tokens, of which one is wanted.
+        Raises OutOfMemoryError where there is no memory for zeros, either: then the process must end."""
+        self._faults.lose(step)
+        every, num_samples = any(row.prompt_logprobs for row in output.rows), len(output.samples)
+        group.stand_in({2: output.num_tokens, 1: num_samples})
+        inputs = self._inputs.build_dummy((ScheduledRow(0, 0, 2),))
+        hidden_NH = self.forward(inputs, None if every else self._inputs.last_tokens(inputs, (0,)))[:1]
+        for row in output.rows if every else ():
+            for _, count in self._state.prompt_logprob_runs(row):
+                group.stand_in({1: count})
+                self._model.compute_logits(hidden_NH)
+        if output.samples:
+            self._drawing.forgo(output.samples, self._model.project(hidden_NH))
 
     def _try_pieces(self, pieces: Sequence[StepPiece], output: SchedulerOutput, step: LaunchedStep) -> None:
         """Runs the step piece by piece; if a launch fails that no other backend could take over, once more without

@@ -8,7 +8,7 @@ Shape legend: T tokens of a step, N sampled rows, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -55,11 +55,13 @@ class ModelRunner:
         adapters: AdapterMemory | None = None,
         counts_overflows: bool = False,
         quality: QualityProbe | None = None,
+        tell_lost: Callable[[int], None] | None = None,
     ) -> None:
         """`pool` `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; the model is bound to it here.
         `followers` are told of everything that is run here, before it is. `guides`: needed where tokens are drawn.
         `media`: needed where prompts hold more than text; `adapters`: where requests may take some.
-        `counts_overflows`: each step says how many values fp8 could not hold so far. `quality` looks at steps."""
+        `counts_overflows`: each step says how many values fp8 could not hold so far. `quality` looks at steps.
+        `tell_lost`: on ranks that are led, tells rank 0 of steps for which this one had no memory."""
         assert pool.dim() == 6, f"not a pool: {pool.shape}"
         assert pool.shape[4] == block_size, f"not a pool of {block_size}-token blocks: {pool.shape}"
         self.model = model
@@ -74,7 +76,7 @@ class ModelRunner:
         self._max_num_tokens = options.max_num_batched_tokens
         self.max_model_len = max_model_len
         self._max_chunk = options.max_prefill_chunk or options.max_num_batched_tokens
-        self._faults = StepFaults(model.group, self.device)
+        self._faults = StepFaults(model.group, self.device, tell_lost)
         self._counters = self._faults.counters
         self._balance = make_expert_balance(model)
         self.spans: EncoderSpans | None = None
@@ -104,9 +106,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput, between_layers: BetweenLayers | None = None) -> LaunchedStep:
-        """Launches one step, in the order of effect that `SchedulerOutput` states. Raises OutOfMemoryError in a group,
-        where the process must end then: the other ranks compute the step as one, and wait for this one's part."""
+        """Launches one step, in the order of effect that `SchedulerOutput` states. Raises OutOfMemoryError in a group
+        where there isn't even memory to stand in: the process must end then, since the other ranks wait for it."""
         self._drawing.catch_up()
+        if self.model.group is not None:
+            self.model.group.begin_step()
         if self._followers is not None:
             self._followers.announce("step", output)
         for load in output.adapter_loads:
@@ -124,6 +128,8 @@ class ModelRunner:
             copies = ((each.source, each.destination, each.num_tokens) for each in output.copies)
             copy_blocks(self.pool, *map(list, zip(*copies, strict=True)))
         step = LaunchedStep(output.step_id, failed_slots=failed_slots)
+        if self._followers is not None:
+            step.is_lost = partial(self._was_lost, self._followers, output.step_id)
         connector = self._connector
         if connector is not None and output.connector_meta is not None:
             connector.start_load_kv(output.connector_meta, between_layers)
@@ -139,6 +145,11 @@ class ModelRunner:
     @property
     def counters(self) -> dict[str, float]:
         return {**self._counters, **({} if self._balance is None else self._balance.counters())}
+
+    def _was_lost(self, followers: Followers, step_id: int) -> bool:
+        lost = followers.have_lost(step_id)
+        self._counters["steps_out_of_memory"] += lost
+        return lost
 
     def _launch(self, output: SchedulerOutput, span_parts: Sequence[SpanPart], step: LaunchedStep) -> bool:
         """Runs the encoder for what the step needs of it, then the decoder. Returns whether a graph was replayed."""
@@ -167,12 +178,18 @@ class ModelRunner:
             rows = output.token_rows()
         elif output.has_drafts and not graphs.takes(rows):
             return False
+        logits_NV = None
         try:
             logits_NV = graphs.run(rows)[: len(output.samples)]
             self._drawing.draw(output, logits_NV, step, graphs.batch.store)
         except torch.OutOfMemoryError as error:
             self._faults.on_out_of_memory(output.num_tokens, error)
-            return False
+            if self.model.group is None:
+                return False
+            if logits_NV is None:
+                raise  # nobody knows how far the graph has come
+            self._faults.lose(step)
+            self._drawing.forgo(output.samples, logits_NV[:1])
         except Exception as error:
             self._faults.on_launch_failure("a CUDA graph", "launching kernel by kernel", error)
             return False

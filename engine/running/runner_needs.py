@@ -82,3 +82,7 @@ class Followers(Protocol):
     def announce(
         self, verb: Literal["step", "dummy", "warm_up", "capture"], step: SchedulerOutput | None = None
     ) -> None: ...
+
+    def have_lost(self, step_id: int) -> bool:
+        """Whether one had no memory for this step, which has ended, or for an earlier one."""
+        ...

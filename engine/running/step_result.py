@@ -66,6 +66,7 @@ class LaunchedStep:
     num_overflows: torch.Tensor | None = None  # int64 [1], on its way as the tokens are
     beams: frozenset[int] = frozenset()  # samples whose log-probabilities are candidates
     find_spoiled: Callable[[], dict[int, str]] = dict  # slots whose rows lacked KV, once the step has run
+    is_lost: Callable[[], bool] = bool  # whether another rank had no memory for it, once the step has run
     _draw_later: Callable[[], None] | None = None
 
     def put_off(self, draw: Callable[[], None]) -> None:
@@ -116,11 +117,12 @@ class LaunchedStep:
         self.tell_guides()
         self._wait()
         tokens = np.empty(0, np.int32) if self.token_ids is None else self.token_ids.numpy().astype(np.int32)
+        failure = NO_MEMORY if self.is_lost() else self.failure
         ended, misled = (set(), {}) if self.guided is None else (self.guided.ended, self.guided.failed)
         output = RunnerOutput(
             self.step_id,
             tokens,
-            failure=self.failure,
+            failure=failure,
             failed_slots=self.failed_slots,
             spoiled_slots=self.find_spoiled(),
             ended=ended,

@@ -21,11 +21,13 @@ Verb = Literal["step", "dummy", "warm_up", "capture", "read", "let_go"]
 
 
 class RankSetup(msgspec.Struct, frozen=True):
-    """First message to a rank. `options` are the node's, `port` is where the ranks find each other."""
+    """First message to a rank. `options` are the node's, `port` is where the ranks find each other, `lost_fd` the pipe
+    into which the rank writes the number of each step that it had no memory for."""
 
     options: NodeOptions
     rank: int
     port: int
+    lost_fd: int
 
 
 class PoolFile(msgspec.Struct, frozen=True):

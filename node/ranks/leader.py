@@ -31,6 +31,7 @@ from tandem.engine.parallel.sharding import Shard
 from tandem.engine.process.watched import end_process
 from tandem.engine.scheduling.step import SchedulerOutput
 from tandem.node.ranks.channel import Command, PoolFile, RankSetup, Verb, as_announced, send
+from tandem.node.ranks.lost_steps import LostSteps
 from tandem.node.ranks.rank_adapters import AdapterLeader
 
 logger = logging.getLogger(__name__)
@@ -100,14 +101,20 @@ class Ranks:
         self._processes: list[subprocess.Popen] = []
         self._sockets: list[socket.socket] = []
         self._turn = threading.Lock()  # steps are announced by one thread, adapters by another
+        self._lost = LostSteps()
         for rank in range(1, size):
-            self._start(RankSetup(options, rank, store.port))
+            self._start(RankSetup(options, rank, store.port, self._lost.write_fd))
+        self._lost.started()
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._watcher.start()
 
     def announce(self, verb: Verb, step: SchedulerOutput | None = None) -> None:
         """Orders every rank to do this next; the caller must then do the same. Raises OSError when a rank is gone."""
         self._tell(Command(verb, None if step is None else as_announced(step)))
+
+    def have_lost(self, step_id: int) -> bool:
+        """Whether a rank had no memory for this step, which has ended, or for one before it."""
+        return self._lost.have(step_id)
 
     def lead_adapters(self, store: AdapterStore, within_s: float) -> AdapterLeader:
         """What finds adapters for all ranks, of which rank 0 has this store."""
@@ -133,6 +140,7 @@ class Ranks:
                 process.kill()
                 process.wait()
         self._watcher.join()
+        self._lost.close()
 
     def _tell(self, command: Command) -> None:
         with self._turn:
@@ -142,7 +150,8 @@ class Ranks:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), str(os.getpid())]
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            fds = [theirs.fileno(), setup.lost_fd]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
         self._processes.append(process)
         self._sockets.append(ours)
         send([ours], setup)

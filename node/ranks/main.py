@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from dataclasses import replace
+from functools import partial
 
 from tandem.engine.process.process_log import start_log
 from tandem.engine.process.process_name import name_process
@@ -44,6 +45,7 @@ def _run(commands: socket.socket) -> None:
     from tandem.engine.running.runner import ModelRunner
     from tandem.node.ranks.channel import receive_command, receive_pool_file, receive_setup
     from tandem.node.ranks.leader import shard_of
+    from tandem.node.ranks.lost_steps import write_lost
     from tandem.node.ranks.rank_adapters import AdapterFollower
     from tandem.node.ranks.shared_pool import map_in_rank, ranks_share_pool, ranks_show_pools
     from tandem.node.setup import load, size_pool, with_device_defaults
@@ -70,7 +72,14 @@ def _run(commands: socket.socket) -> None:
             loaded.model.group.share_memory(pool)
     eos = loaded.config.eos_token_ids
     runner = ModelRunner(
-        loaded.model, pool, options.scheduler, options.cache.block_size, max_model_len, eos, adapters=loaded.adapters
+        loaded.model,
+        pool,
+        options.scheduler,
+        options.cache.block_size,
+        max_model_len,
+        eos,
+        adapters=loaded.adapters,
+        tell_lost=partial(write_lost, setup.lost_fd),
     )
     adapters = None if loaded.adapters is None else AdapterFollower(loaded.adapters.store, commands)
     gc.collect()

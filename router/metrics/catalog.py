@@ -91,7 +91,10 @@ _COUNTERS = {
     "step_rows": ("step_rows", "Rows of all steps"),
     "step_tokens": ("step_tokens", "Tokens of all steps"),
     "batch_fill": ("step_fill", "How full steps were, summed: divided by steps, 0 to 1"),
-    "steps_out_of_memory": ("steps_out_of_memory", "Steps computed in pieces, since the device had no memory left"),
+    "steps_out_of_memory": (
+        "steps_out_of_memory",
+        "Steps computed in pieces or given up, since a device had no memory left",
+    ),
     "attention_fallbacks": (
         "attention_fallbacks",
         "Launches that failed: the next backend, or torch, computed the step",

@@ -19,6 +19,7 @@ from tiny_models import check_greedy, random_prompt, tiny_model
 
 LENGTHS = (1, 17, 64, 150)
 MODEL = "llama_mha"
+LOST = 41  # tokens of a prompt for which a prefill node's second rank has no memory, once
 
 
 class Nodes:
@@ -36,7 +37,8 @@ class Nodes:
                 self._stack.callback(node.stop)
                 self._infos[key] = node.info
             else:
-                child = NodeChild((role,), transport, num_ranks=num_ranks, model=MODEL)
+                faults = [{"rank": 1, "num_tokens": LOST, "at": 1}] if role == "prefill" else []
+                child = NodeChild((role,), transport, num_ranks=num_ranks, model=MODEL, faults=faults)
                 self._stack.callback(child.stop)
                 self._infos[key] = child.infos[0]
         return self._infos[key]
@@ -146,6 +148,24 @@ def test_whole_experts_on_ranks_beside_all_on_one(shared: str) -> None:
     finally:
         one.stop()
         child.stop()
+
+
+def test_nothing_of_a_lost_step_is_committed(nodes: Nodes) -> None:
+    """Some of its layers were pushed. The next attempt finds none of it, on either side."""
+    prefill, decode = nodes.get("prefill", "shm", 2), nodes.get("decode", "auto", 1)
+    prompt, client = random_prompt(LOST, seed=9), Client(decode, prefill)
+    try:
+        lost = client.submit("lost", prompt, GREEDY, decode=decode, prefill=prefill)
+        client.wait(lost)
+        assert lost.failed is not None
+        assert lost.failed.code == "out_of_memory"
+        client.cancel(*client.key_of(lost), decode, prefill)
+        again = client.submit("again", prompt, GREEDY, decode=decode, prefill=prefill)
+        client.wait(again)
+    finally:
+        client.close()
+    assert again.num_cached_tokens == 0
+    check_greedy(tiny_model(MODEL), prompt, again.output(), 24)
 
 
 def test_copies_of_heads_are_not_handed_over() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import psutil
 import pytest
 from node_child import NodeChild
+from split_pair import changed
 from tensor_parallel_engine import run_in_child
 from tiny_hf_models import tiny_hf_model
-from waiting import PATIENCE_S, wait_until_gone
+from waiting import wait_until_gone
 
 from in_process_cluster import Client
 from real_cluster import RealCluster
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.engine.process.watched import EXIT_FAULT
 from tiny_models import check_greedy, random_prompt, tiny_model
 
 LENGTHS = (1, 17, 64, 130)
@@ -64,20 +64,56 @@ def test_two_ranks_of_a_model_of_transformers(family: str) -> None:
         check_greedy(tiny_hf_model(family), prompt, two["tokens"][f"0-{name}-0"], NUM_TOKENS)
 
 
-@pytest.mark.parametrize(("rank", "at"), [(1, 1), (0, "sample")])
-def test_a_rank_without_memory_ends_its_node(rank: int, at: int | str) -> None:
-    """The others wait for its part of the step, so that nobody could go on."""
-    node = NodeChild(("decode",), "auto", num_ranks=2, faults=[{"rank": rank, "num_tokens": 33, "at": at}])
-    client = Client(node.infos[0])
+FAULTS = {33: (1, 1), 34: (0, "sample"), 36: (1, "gather"), 37: (0, 2)}  # tokens of a prompt: rank, where
+
+
+def test_ranks_give_up_a_step_together_and_go_on() -> None:
+    """Whichever has no memory, wherever; what runs on the node fails, what comes after it gets its tokens."""
+    places = {**FAULTS, 50: (1, 1), 51: (1, 1)}  # a prompt of 50, alone in its step or beside a sequence
+    faults = [{"rank": rank, "num_tokens": tokens, "at": at} for tokens, (rank, at) in places.items()]
+    node = NodeChild(("decode",), "auto", num_ranks=2, faults=faults)
+    (info,), client = node.infos, Client(node.infos[0])
+    drawn = {"max_tokens": 4, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, num_prompt_logprobs=1)
     try:
-        (other,) = psutil.Process(node.process.pid).children()
-        drawn = SamplingParams(max_tokens=4, temperature=1.0, seed=5, ignore_eos=True)
-        healthy = client.submit("healthy", random_prompt(35, 1), drawn, decode=node.infos[0])
-        client.wait(healthy)
-        assert len(healthy.output()) == 4
-        client.submit("short", random_prompt(33, 2), drawn, decode=node.infos[0])
-        assert node.process.wait(PATIENCE_S) == EXIT_FAULT
-        wait_until_gone(other.pid)
+        for tokens in FAULTS:
+            prompt, first = random_prompt(tokens, tokens), SamplingParams(**drawn, num_prompt_logprobs=tokens % 2)
+            lost = client.submit(f"{tokens}-lost", prompt, first, decode=info)
+            client.wait(lost)
+            assert lost.failed is not None
+            assert lost.failed.code == "out_of_memory"
+            again = client.submit(f"{tokens}-again", prompt, greedy, decode=info)
+            client.wait(again)
+            check_greedy(tiny_model("llama"), prompt, again.output(), 8)
+        running = client.submit("running", random_prompt(20, 1), changed(greedy, max_tokens=600), decode=info)
+        client.until(lambda: len(running.tokens.get(0, ())) >= 5)
+        beside = client.submit("beside", random_prompt(50, 2), greedy, decode=info)
+        client.wait(running, beside)
+        assert [each.failed and each.failed.code for each in (running, beside)] == ["out_of_memory"] * 2
+        again = client.submit("again", random_prompt(20, 1), greedy, decode=info)
+        client.wait(again)
+        check_greedy(tiny_model("llama"), random_prompt(20, 1), again.output(), 8)
+    finally:
+        client.close()
+        node.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["olmo2", "glm4_moe"])
+def test_ranks_give_up_a_step_of_a_model_of_transformers(family: str) -> None:
+    model, prompt = tiny_hf_model(family), random_prompt(33, 1)
+    node = NodeChild(
+        ("decode",), "auto", num_ranks=2, model=str(model), faults=[{"rank": 1, "num_tokens": 33, "at": "sum"}]
+    )
+    (info,), client = node.infos, Client(node.infos[0])
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    try:
+        lost = client.submit("lost", prompt, sampling, decode=info)
+        client.wait(lost)
+        assert lost.failed is not None
+        again = client.submit("again", prompt, sampling, decode=info)
+        client.wait(again)
+        check_greedy(model, prompt, again.output(), 8)
     finally:
         client.close()
         node.stop()

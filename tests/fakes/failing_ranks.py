@@ -1,6 +1,7 @@
 """Ranks whose device has no memory left in the middle of chosen steps, each once.
 
-A fault: {"rank", "num_tokens" of the step, "at": the layer whose attention fails, "gather" or "sample"}.
+A fault: {"rank", "num_tokens" of the step, "at": the layer whose attention fails, "gather", "sample" or, of
+transformers' models, "sum"}.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ def lose_memory(faults: list[Fault]) -> None:
     _before(DecodeGraphs, "run", lambda graphs, rows: begin(graphs.batch._model, rows))
     for name in ("forward", "forward_wanted"):
         _before(decoder.SelfAttention, name, attend)
+    if "sum" in places.values():
+        from tandem.engine.models.hf.model import HFModel  # transformers, whose import takes others a second
+
+        _before(HFModel, "forward", begin)
+        _before(TensorParallel, "sum", lambda *_: _fail_if(place, "sum"))
     _before(TensorParallel, "gather_logits", lambda *_: _fail_if(place, "gather"))
     _before(drawing, "sample", lambda *_: _fail_if(place, "sample"))
 

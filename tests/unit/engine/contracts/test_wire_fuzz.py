@@ -98,7 +98,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], tuple[Any, ...]]] = {
     "mapped export": (base._decode_export, (MappedExport(1, 2, 3, b"h"),)),
     "shm handle": (shm._decode_handle, (ShmHandle(1, b"n" * 32, 64),)),
     "cuda handles": (cuda_ipc._decode_handles, ([cuda_ipc.CudaIpcHandle(b"h" * 64, 0, 64, 2)],)),
-    "rank setup": (channel._decode_setup, (channel.RankSetup(NodeOptions("decode", ModelOptions("m")), 1, 2),)),
+    "rank setup": (channel._decode_setup, (channel.RankSetup(NodeOptions("decode", ModelOptions("m")), 1, 2, 3),)),
     "rank command": (channel._decode_command, (channel.Command("warm_up"),)),
     "rank pool": (channel._decode_pool_file, (channel.PoolFile(1, 2),)),
 }

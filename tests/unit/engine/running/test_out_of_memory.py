@@ -107,14 +107,6 @@ def test_a_device_without_any_memory_ends_the_step_and_not_the_runner() -> None:
     assert tokens == [reference_greedy(tiny_model("llama"), prompt, 1).token_ids[0] for prompt in PROMPTS.values()]
 
 
-def test_a_rank_of_several_does_not_split_a_step() -> None:
-    """The others compute it as one; what has to end is the process."""
-    runner, device = small_runner(30, group=object())
-    with pytest.raises(torch.OutOfMemoryError):
-        runner.execute(prompt_step(PROMPTS, BLOCKS))
-    assert device.sizes == []
-
-
 def test_every_token_and_sample_is_in_exactly_one_piece() -> None:
     rng = np.random.default_rng(0)
     for _ in range(200):
