@@ -65,7 +65,7 @@ from tandem.node.control.events import ControlEvent, PeerLost
 from tandem.node.control.outgoing import Outgoing
 from tandem.node.control.plane import ControlPlane
 from tandem.node.control.sockets import ControlSockets, advertised
-from tandem.node.directory import make_publisher
+from tandem.node.directory import make_publisher, make_spare_blocks
 from tandem.node.drafting.engine import make_drafting
 from tandem.node.loop import NodeLoop
 from tandem.node.pool import NodePool, allocate_node_pool, transports_of
@@ -141,7 +141,8 @@ class NodeProcess:
         self.pool = BlockPool(num_blocks, options.cache.enable_prefix_caching)
         memory = allocate_node_pool(self.loaded, num_blocks, self.transports, self.ranks)
         rate, post = self._clock.prompt_rate, self._inbox.put
-        self.tiers = make_tiers(options, self.pool, memory, self.loaded, rate, post)
+        self.spare = make_spare_blocks(options, self.pool)
+        self.tiers = make_tiers(options, self.pool, memory, self.loaded, rate, post, self.spare)
         self.transports.register(memory.tensor, memory.layout, key, memory.ranks)
 
         sockets = ControlSockets(self.keys)
@@ -161,7 +162,7 @@ class NodeProcess:
         self.drafting = make_drafting(loaded.draft, options, num_blocks, loaded.device, self._clock)
         self.control = self._make_control(sockets)
         self.logic = make_logic(self._context())
-        self.publisher = make_publisher(options, self.info, num_blocks, None if self.tiers is None else self.tiers.kept)
+        self.publisher = make_publisher(options, self.info, num_blocks, self.spare)
         self.profiler = self._make_profiler()
         self.loop = self._make_loop()
 
@@ -372,6 +373,7 @@ class NodeProcess:
             {} if self.media is None else self.media.outputs.counters,
             {} if self.publisher is None else self.publisher.counters(),
             {} if self.tiers is None else self.tiers.counters(),
+            {} if self.spare is None else self.spare.counters(),
             self.turn_times.counters,
             {} if self.loaded.adapters is None else self.loaded.adapters.store.counters(),
         )
@@ -412,6 +414,8 @@ class NodeProcess:
         events = self.pool.drain_events()
         if self.tiers is not None:
             events += self.tiers.after_turn(events, is_idle=not self.logic.scheduler.state.has_work())
+        if self.spare is not None:
+            self.spare.on_turn()
         if events and self.publisher is not None:
             self.publisher.publish(events)
 

@@ -45,9 +45,10 @@ def make_tiers(
     loaded: LoadedModel,
     compute_rate: Rate,
     post: Callable[[JobDone], None],
+    spare: SpareBlocks | None,
 ) -> NodeTiers | None:
     """Makes a node's tiers of whole blocks, whatever the number of ranks; None where there is nothing to keep or no
-    room. `post` brings results to the step loop. Raises ConfigError."""
+    room. `post` brings results to the step loop, `spare` knows what peers keep. Raises ConfigError."""
     wants_disk = options.cache.disk_tier_bytes > 0
     if wants_disk and not options.cache.disk_tier_dir:
         raise ConfigError("--disk-tier-bytes without --disk-tier-dir: say where")
@@ -79,7 +80,7 @@ def make_tiers(
         logger.warning("serving without a host tier: %s", error)
         return None
     file = open_disk_file(options, host.blocks, loaded, memory.layout) if wants_disk else None
-    kept = KeptElsewhere() if options.cache.keep_kv_once and options.redis_url else None
+    kept = None if spare is None else spare.kept
     return NodeTiers(pool, host, file, compute_rate, post, kept, has_ranks=options.tensor_parallel_size > 1)
 
 
@@ -123,8 +124,6 @@ class NodeTiers:
         """`has_ranks`: other ranks compute as well, and wait for nothing that comes under a step."""
         self._host = host
         self._disk = None if file is None else DiskTier(host.blocks, file, post)
-        self.kept = kept  # None: nothing is left to peers
-        self._spare = None if kept is None else SpareBlocks(pool, kept)
         num_host, shares = len(host.blocks), pool.shares
         host_index = TierIndex(num_host, lambda tenant: shares.quota(tenant, num_host))
         disk_index = None
@@ -147,8 +146,6 @@ class NodeTiers:
     def after_turn(self, pool_events: Sequence[BlockEvent], is_idle: bool) -> list[BlockEvent]:
         """Lets the manager look and hands its jobs to the threads. Returns what the directory is to hear."""
         self.manager.on_turn(pool_events, is_idle)
-        if self._spare is not None:
-            self._spare.on_turn()
         for job in self.manager.drain_jobs():
             if isinstance(job, Save | Load):
                 self._host.submit(job)
@@ -159,8 +156,7 @@ class NodeTiers:
 
     def counters(self) -> dict[str, float]:
         disk = {} if self._disk is None else self._disk.counters
-        given_up = 0 if self._spare is None else self._spare.num_given_up
-        return {**self.manager.counts(), **self._host.counters, **disk, "tier_blocks_given_up": given_up}
+        return {**self.manager.counts(), **self._host.counters, **disk}
 
     def close(self) -> None:
         self._host.close()

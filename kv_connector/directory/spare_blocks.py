@@ -14,28 +14,31 @@ class SpareBlocks:
     of them reused before all else. Used by the step loop."""
 
     def __init__(self, pool: BlockPool, kept: KeptElsewhere) -> None:
-        self._pool, self._kept = pool, kept
+        self._pool, self.kept = pool, kept
         self._given: set[bytes] = set()  # that are still cached
         self._num_answers = 0
         self.num_given_up = 0
 
+    def counters(self) -> dict[str, float]:
+        return {"tier_blocks_given_up": self.num_given_up}
+
     def on_turn(self) -> None:
-        if self._kept.num_answers == self._num_answers:
+        if self.kept.num_answers == self._num_answers:
             return
-        self._num_answers = self._kept.num_answers
+        self._num_answers = self.kept.num_answers
         self._given = {each for each in self._given if self._pool.is_unused(each)}
         spare = self._spare() if self._pool.cold_end(ASKED_AT_ONCE) else []  # else enough blocks hold nothing
         self._pool.reuse_first(spare)
         self.num_given_up += len(spare)
         self._given.update(spare)
-        self._kept.ask_about_colder(self._pool.cold_end(ASKED_AT_ONCE, newest_of_colder(self._pool.num_blocks)))
+        self.kept.ask_about_colder(self._pool.cold_end(ASKED_AT_ONCE, newest_of_colder(self._pool.num_blocks)))
 
     def _spare(self) -> list[bytes]:
         """Those of the blocks that were asked about that peers keep, children first. Nothing stays that is reached
         through them; what was given up before was colder."""
         spare: dict[bytes, None] = {}
-        for block_hash in self._kept.colder:
-            is_new = block_hash in self._kept and block_hash not in self._given and self._pool.is_unused(block_hash)
+        for block_hash in self.kept.colder:
+            is_new = block_hash in self.kept and block_hash not in self._given and self._pool.is_unused(block_hash)
             if is_new and all(child in spare or child in self._given for child in self._pool.children(block_hash)):
                 spare[block_hash] = None
         return list(spare)

@@ -23,7 +23,7 @@ WHOLE = KVLayout((KVGroup(1, 1, 8, "float32", num_all_kv_heads=1),), 4)
 def made(caching: bool = True, layout: KVLayout = WHOLE, **cache) -> object | None:
     options = NodeOptions("unified", ModelOptions("m"), CacheOptions(block_size=4, hash_block_size=4, **cache))
     pool = BlockPool(4, enable_caching=caching)
-    return make_tiers(options, pool, NodePool(POOL, POOL, layout, None), None, Rate(), lambda done: None)  # type: ignore[arg-type]
+    return make_tiers(options, pool, NodePool(POOL, POOL, layout, None), None, Rate(), lambda done: None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("asked", [{"host_tier_bytes": 1 << 20}, {"disk_tier_bytes": 1 << 20, "disk_tier_dir": "/tmp"}])
