@@ -27,7 +27,7 @@ from real_cluster import RealCluster
 from redis_process import RedisProcess, running_redis
 from tandem.deploy.options import DEMO_MODEL
 
-KINDS = ("kill", "redis", "disk", "network", "clock")
+KINDS = ("kill", "helper", "redis", "disk", "network", "clock")
 HOST_TIER_BYTES, DISK_TIER_BYTES = 1 << 20, 32 << 20
 POOLS = (256, 96)  # blocks of 16 tokens: roomy, or so few that requests wait and caches are evicted
 MORE_FDS, MORE_THREADS = 16, 6  # than at first that a process may hold at the end: connections that come when used
@@ -64,6 +64,11 @@ class Plan:
     @property
     def is_split(self) -> bool:
         return self.transport != "local"
+
+    @property
+    def traces(self) -> Path | None:
+        """Where nodes tell of their hand-offs, if a prompt may be several nodes'."""
+        return self.folder / "traces" if "--prefill-nodes-per-prompt" in self.arguments else None
 
     @property
     def roles(self) -> list[str]:
@@ -163,7 +168,7 @@ def _arena(plan: Plan, mark: str) -> Iterator[Arena]:
             arguments += ["--redis-url", redis_url, "--advertise-host", RELAY_HOST]
         log = plan.folder / "cluster.log"
         cluster = RealCluster(DEMO_MODEL, *arguments, start_s=180, log=log, environment=environment)
-        arena = Arena(cluster, rng, disk, plan.longest_s, relay, redis, clock)
+        arena = Arena(cluster, rng, disk, plan.longest_s, relay, redis, clock, plan.traces)
         stack.enter_context(cluster)
         yield arena
         _end_cluster(cluster)
@@ -177,6 +182,8 @@ def _arguments(plan: Plan, rng: random.Random, disk: Path) -> Iterator[str]:
         yield from ("--transport", plan.transport, "--rebalance-kv", "0.2")
         roles = {"elastic": plan.elastic} if plan.elastic else {"prefill": plan.prefill, "decode": plan.decode}
         yield from (f"--{role}={count}" for role, count in roles.items())
+    if plan.traces is not None:
+        yield from ("--handoff-trace", str(plan.traces))
     yield from plan.arguments
 
 
@@ -219,7 +226,8 @@ class _Run:
     def _hurt(self, clients: Clients) -> None:
         plan = self._plan
         roles = plan.roles
-        every = moments(set(plan.kinds), roles)
+        every = moments(set(plan.kinds) - ({"helper"} if plan.traces is None else set()), roles)
+        assert every, f"none of {plan.kinds} can happen to this cluster"
         if plan.workers < 2:
             every = {name: moment for name, moment in every.items() if "router-worker" not in name}
         deadline = time.monotonic() + plan.seconds_limit

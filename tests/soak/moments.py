@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import redis
+from shared_parts import Traces
 from processes import named_processes
 from relay import FAULTS, Relay, Rule
 from wall_clock import WallClock
@@ -33,6 +34,7 @@ PAIRS = (
     ("router", "redis", "redis"),
 )
 DAMAGES = ("bits", "zeros", "torn")
+SHARED_WITHIN_S = 30.0  # that somebody helps with a prompt
 
 
 class NoTarget(Exception):
@@ -50,6 +52,7 @@ class Arena:
     relay: Relay | None = None
     redis: RedisProcess | None = None
     clock: WallClock | None = None
+    traces: Path | None = None  # of hand-offs, where prompts are several nodes'
 
     def processes(self) -> dict[str, psutil.Process]:
         found = named_processes(self.cluster.process.pid)
@@ -77,11 +80,14 @@ def is_of(name: str, role: str) -> bool:
 
 
 def moments(kinds: set[str], roles: list[str]) -> dict[str, Moment]:
-    """By name, those of these kinds: kill, redis, disk, network, clock. `roles` are those of the cluster's nodes."""
+    """By name, those of these kinds: kill, helper, redis, disk, network, clock. `roles` are those of the cluster's
+    nodes."""
     found: dict[str, Moment] = {}
     if "kill" in kinds:
         for role in (*roles, "router", "router-worker"):
             found |= {f"{name} {role}": _signal(name, role) for name in SIGNALS}
+    if "helper" in kinds:
+        found |= {f"SIGKILL {who} of a shared prompt": _in_the_middle(who) for who in ("helper", "lead")}
     if "redis" in kinds and "unified" not in roles:
         found |= {f"{name} redis": _signal(name, "redis") for name in SIGNALS}
         found["FLUSHALL"] = flush_redis
@@ -115,6 +121,27 @@ def _signal(name: str, role: str) -> Moment:
             time.sleep(arena.some_time())
             arena.redis.start()
         return said
+
+    return moment
+
+
+def _in_the_middle(who: str) -> Moment:
+    """Kills a node while several compute a prompt: the one that it is, or one that helps."""
+
+    def moment(arena: Arena) -> str:
+        assert arena.traces is not None
+        part = Traces(arena.traces).wait(SHARED_WITHIN_S)
+        if part is None:
+            raise NoTarget("nobody shares a prompt")
+        wait_s = arena.rng.choice((0.0, 0.05, 0.2))
+        time.sleep(wait_s)
+        target = (part.helper if who == "helper" else part.lead).rpartition("-")[0]
+        process = arena.processes().get(target)
+        if process is None:
+            raise NoTarget(target)
+        with _may_be_gone():
+            process.kill()
+        return f"SIGKILL {target}, {who} of a shared prompt, after {wait_s} s"
 
     return moment
 

@@ -12,7 +12,8 @@ from wall_clock import find_compiler
 FAULTS = ("--fault-injection", "delay:0.001,corrupt:5,drop:9,duplicate:12", "--max-queue", "3")
 # Nobody is ever in time, so that work goes to and fro.
 HURRIED = ("--ttft-target-ms", "20", "--tpot-target-ms", "1")
-SHARED = ("--prefill-nodes-per-prompt", "3", "--prefill-shared-tokens", "256")
+# Each write takes a while, so that a prompt is several nodes' for long enough to be hurt in the middle.
+SHARED = ("--prefill-nodes-per-prompt", "3", "--prefill-shared-tokens", "256", "--fault-injection", "delay:0.02")
 SETTINGS: dict[str, dict[str, Any]] = {
     "shm": {"transport": "shm"},
     "tcp": {"transport": "tcp", "prefill": 2},

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 from asks import difference
 from memory import Sample, judge
 from relay import Relay, Rule
+from shared_parts import Part, Traces
 from table import campaign_rows
 
 ANSWER = {0: {"text": "a b", "token_ids": [1, 2], "logprobs": {"token_logprobs": [-0.5, -1.0]}}}
@@ -180,3 +183,24 @@ def test_campaigns_are_added_up() -> None:
     other = {**one, "seed": 2, "failures": ["wrong"], "slowest_s": 1.0}
     (row,) = campaign_rows([one, other])
     assert list(row) == ["tcp", "1+2", "kill, redis", "1–2", "4", "18", "12", 0, "2", "4", "6", 0, 0, "2.5 s", 1]
+
+
+# --- who is in the middle of a prompt -------------------------------------------------------------------------
+
+
+def test_a_helper_is_found_by_the_layers_that_come_to_it_from_now_on(tmp_path: Path) -> None:
+    def tell(node: str, stage: str, request: str = "cmpl-1/unified-0-a/3/0/1", end: str = "\n") -> None:
+        with (tmp_path / f"{node}.jsonl").open("a") as file:
+            file.write(json.dumps({"t": 1.0, "node": node, "request": request, "stage": stage}) + end)
+
+    tell("unified-1-b", "received KVLayers")  # over
+    traces = Traces(tmp_path)
+    tell("unified-0-a", "received KVLayers")  # from who helps it
+    tell("unified-1-b", "received KVPull")
+    tell("unified-1-b", "step", request="")
+    assert traces.wait(0.05) is None
+    tell("unified-2-c", "sent KVLayers", end="")
+    assert traces.wait(0.05) is None, "the rest of the line follows"
+    with (tmp_path / "unified-2-c.jsonl").open("a") as file:
+        file.write("\n")
+    assert traces.wait(10.0) == Part("unified-2-c", "unified-0-a")
