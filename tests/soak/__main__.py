@@ -23,7 +23,9 @@ def main() -> int:
     kill = commands.add_parser("kill", help="hurt a cluster at random moments and compare every answer")
     kill.add_argument("--setting", default="", help="one of tests/soak/settings.py, instead of transport and nodes")
     kill.add_argument("--moments", type=int, default=50)
-    kill.add_argument("--kinds", default="kill,helper,redis,disk,network,clock", help="which moments, with commas between")
+    kill.add_argument(
+        "--kinds", default="kill,helper,redis,disk,network,clock", help="which moments, with commas between"
+    )
     kill.add_argument("--seconds-limit", type=float, default=3600, help="no new moment after this")
     kill.add_argument("--asks", type=int, default=40, help="different requests, whose right answers are made first")
     kill.add_argument("--longest-s", type=float, default=20, help="of a pause, a cut, a full disk")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 import redis
-from shared_parts import Traces
 from processes import named_processes
 from relay import FAULTS, Relay, Rule
+from shared_parts import Traces
 from wall_clock import WallClock
 
 from real_cluster import RealCluster
