@@ -35,8 +35,8 @@ from tandem.engine.scheduling.step import SampleRow
 
 DEMO = str(Path(tandem.deploy.__file__).parent / "demo_model")
 NUM_PROMPT_TOKENS = 128
-LOOKUP = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
-DRAFT = '{"method": "draft_model", "model": "%s", "num_speculative_tokens": 4}'
+LOOKUP = '{"method": "ngram", "num_speculative_tokens": 16, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+DRAFT = '{"method": "draft_model", "model": "%s", "num_speculative_tokens": 16}'
 
 
 class AnyTokens(LookedUpTokens):

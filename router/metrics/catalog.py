@@ -40,7 +40,7 @@ def _node(kind: Kind, rows: Mapping[str, tuple[str, str]]) -> Iterator[NodeMetri
 def _each(kind: Kind, label: str, key: str, name: str, text: str, values: Iterable[str]) -> Iterator[NodeMetric]:
     """A family with a series for each of `values`, which stands for {} in `key`."""
     for value in values:
-        yield NodeMetric(key.format(value), f"tandem_node_{name}", kind, text, label, value)
+        yield NodeMetric(key.format(value), name if ":" in name else f"tandem_node_{name}", kind, text, label, value)
 
 
 _GAUGES = {
@@ -180,6 +180,7 @@ _HISTOGRAMS = {
 }
 _TIERS = ("host", "disk")
 _TURN_PARTS = ("events", "upkeep", "schedule", "launch", "urgent", "device", "results")
+_DRAFTS = tuple(map(str, range(16)))  # places of drafts behind a sequence's newest token
 _TRANSPORTS = ("local", "cuda_ipc", "shm", "nixl", "ucx", "tcp")
 
 NODE_METRICS: tuple[NodeMetric, ...] = (
@@ -188,6 +189,8 @@ NODE_METRICS: tuple[NodeMetric, ...] = (
     *_each("gauge", "tier", "tier_{}_capacity", "tier_capacity_blocks", "Blocks that a tier has room for", _TIERS),
     *_node("counter", _COUNTERS),
     *_node("histogram", _HISTOGRAMS),
+    *_each("counter", "position", "spec_accepted_at_{}", "vllm:spec_decode_num_accepted_tokens_per_pos",
+           "Guessed tokens that were right, by their place behind the newest", _DRAFTS),
     *_each("counter", "tier", "tier_{}_hits", "tier_hit_blocks", "Blocks that a tier gave", _TIERS),
     *_each("counter", "tier", "tier_{}_hit_tokens", "tier_hit_tokens", "Prompt tokens that a tier gave", _TIERS),
     *_each("counter", "tier", "tier_{}_evictions", "tier_evictions", "Blocks that a tier gave up for others", _TIERS),

@@ -94,7 +94,7 @@ def expected() -> Outputs:
     ("roles", "options"),
     [
         (["unified"], {"num_blocks": 40, "caching": False}),
-        (["decode", "prefill"], {"chunk": 32}),
+        pytest.param(["decode", "prefill"], {"chunk": 32}, marks=pytest.mark.slow),  # as below, with another guesser
     ],
     ids=["one", "split"],
 )

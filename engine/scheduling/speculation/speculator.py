@@ -38,7 +38,7 @@ class Guesser(Protocol):
 
 class Speculator:
     """The drafts of one scheduler. `counters` count sequences that had drafts in a step, their drafts, and those that
-    were right."""
+    were right, all together and of each place."""
 
     def __init__(self, guesser: Guesser, state: SchedulerState, stall_s: Callable[[], float]) -> None:
         """`stall_s`: what the host takes for a step, for which the device waits where a step must be read before the
@@ -46,6 +46,7 @@ class Speculator:
         self._guesser, self._state, self._stall_s = guesser, state, stall_s
         self._acceptances: dict[Request, Acceptance] = {}
         self.counters = {"spec_drafts": 0, "spec_draft_tokens": 0, "spec_accepted_tokens": 0}
+        self.counters |= {f"spec_accepted_at_{place}": 0 for place in range(guesser.num_speculative_tokens)}
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -80,6 +81,8 @@ class Speculator:
         self.counters["spec_drafts"] += 1
         self.counters["spec_draft_tokens"] += num_drafts
         self.counters["spec_accepted_tokens"] += num_accepted
+        for place in range(num_accepted):
+            self.counters[f"spec_accepted_at_{place}"] += 1
         if request in self._acceptances:
             self._acceptances[request].learn(num_drafts, num_accepted)
 

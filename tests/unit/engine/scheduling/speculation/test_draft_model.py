@@ -46,6 +46,10 @@ def test_right_guesses_save_steps() -> None:
     harness.run()
     harness.assert_output("one")
     assert share_right(harness) == 1
+    counters = harness.scheduler.spec_counters
+    by_place = [counters[f"spec_accepted_at_{place}"] for place in range(4)]
+    assert sum(by_place) == counters["spec_accepted_tokens"]
+    assert counters["spec_drafts"] == by_place[0] >= by_place[2] > 0  # a block is not left: the fourth has no room
     assert harness.scheduler.num_steps <= 40 / 5 + 4
     assert draft.num_computed_tokens <= 3 + 40 + 10  # nothing twice but the newest token, now and then
 
