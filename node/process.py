@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import queue
 import secrets
 import signal
@@ -33,7 +32,7 @@ from tandem.engine.contracts.wire.operate import TellStory
 from tandem.engine.contracts.wire.parts import Message, NodeInfo
 from tandem.engine.device.kv_pool import pool_bytes
 from tandem.engine.device.saturation import saturated_blocks
-from tandem.engine.media.slots import MediaSlots
+from tandem.engine.media.slots import make_media_slots
 from tandem.engine.pooling.config import read_pooling_config
 from tandem.engine.precision.kv_quality import make_kv_quality
 from tandem.engine.process.launcher_pipe import LauncherPipe
@@ -45,7 +44,6 @@ from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.ports import LowerTiers, NoTiers
-from tandem.engine.scheduling.turn_times import TurnTimes
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.structured.guides import Guides
 from tandem.kernels.api.errors import BackendUnavailableError, UnsupportedOptionError
@@ -55,7 +53,6 @@ from tandem.kv_connector.protocol.peer_effects import PeerFailed
 from tandem.kv_connector.tiers.jobs import JobDone
 from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
 from tandem.kv_connector.transfer.thread import TransferWorker
-from tandem.kv_connector.transfer.trace import NO_REQUEST, HandoffTrace
 from tandem.kv_connector.transports.node_transports import NodeTransports
 from tandem.node.carry_out import Effects, is_urgent
 from tandem.node.context import NodeContext, make_clock
@@ -70,14 +67,13 @@ from tandem.node.drafting.engine import make_drafting
 from tandem.node.loop import NodeLoop
 from tandem.node.pool import NodePool, allocate_node_pool, transports_of
 from tandem.node.precise.engine import make_precise_kv, precise_layout, raises_precision
+from tandem.node.profiling.diary import NodeDiary
 from tandem.node.profiling.profiler import NodeProfiler, ProfileAsked, ReportMade
 from tandem.node.profiling.report import ProfiledNode
-from tandem.node.profiling.stories import Stories
 from tandem.node.ranks.leader import adapter_source, start_ranks
 from tandem.node.report import announce, describe, node_counters
 from tandem.node.serving import ServingNode
 from tandem.node.setup import (
-    DECODE_ITL_MAX_MS,
     load,
     measures_steps,
     size_pool,
@@ -90,7 +86,6 @@ from tandem.node.tiers import make_tiers
 GC_THRESHOLDS = (50_000, 20, 1_000)  # guesses
 # The parts of a hand-off's end run on different threads, while the step loop launches kernels for 20 ms on end.
 SWITCH_INTERVAL_S = 0.0003  # a guess
-SLOW_STEP_MS = 1.0  # beyond the longest that a step should take: such steps are counted by their reason; a guess
 logger = logging.getLogger(__name__)
 
 
@@ -134,8 +129,7 @@ class NodeProcess:
         key = NodeKey(options.node_id or f"{options.role}-{secrets.token_hex(3)}", secrets.randbits(64))
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._clock, self._board = make_clock(options.role), LoopBoard()
-        self.trace = HandoffTrace(options.handoff_trace, key.node_id) if options.handoff_trace else None
-        self.turn_times, self._stories = self._make_turn_times(), Stories()
+        self._diary = NodeDiary(options, key.node_id)
 
         self.transports = NodeTransports(transports_of(options, self.loaded, self.keys), options.transport)
         self.pool = BlockPool(num_blocks, options.cache.enable_prefix_caching)
@@ -149,13 +143,14 @@ class NodeProcess:
         address = advertised(sockets.bind(options.host, options.port), options.advertise_host)
         exports, num_precise = self.transports.exports(), num_precise_blocks * options.cache.block_size
         self.info = describe(options, self.loaded, memory.layout, key, address, exports, num_precise)
-        self._outgoing = Outgoing(sockets.wake, partial(self._note, "sent"))
+        self._outgoing = Outgoing(sockets.wake, self._diary.sent)
         self.transfer = self._make_transfer(memory)
         self.worker = self._make_worker()
         self.grammars = Grammars(self.loaded.folder, self.loaded.config.vocab_size, self.loaded.config.eos_token_ids)
         adapters = adapter_source(self.loaded.adapters, self.ranks, options.timeouts.load_adapter_s)
         self._delivery = Delivery(self._inbox.put, self.grammars, adapters, self._hear, self._tell)
-        self.media = self._make_media()
+        num_slots, media_bytes = options.scheduler.max_num_seqs, options.cache.media_cache_bytes
+        self.media = make_media_slots(self.loaded.model.media_encoder, num_slots, media_bytes, self.loaded.device)
         self.quality = make_kv_quality(self.loaded.model, options, self.media)
         self.runner = self._make_runner(memory)
         self.precise = make_precise_kv(self.loaded, options, self.grammars)
@@ -238,9 +233,9 @@ class NodeProcess:
             on_peer_lost=lambda *lost: self._inbox.put(PeerFailed(*lost)),
             fault_injection=self.options.fault_injection,
             with_digests=self.options.digests,
-            trace=self.trace,
+            trace=self._diary.trace,
             ranks=memory.ranks,
-            on_pushed=self._stories.pushed,
+            on_pushed=self._diary.stories.pushed,
         )
 
     def _make_worker(self) -> ConnectorWorker:
@@ -263,11 +258,6 @@ class NodeProcess:
             raises_precision(self.loaded, self.options),
             self.quality,
         )
-
-    def _make_media(self) -> MediaSlots | None:
-        encoder, options = self.loaded.model.media_encoder, self.options
-        sizes = options.scheduler.max_num_seqs, options.cache.media_cache_bytes
-        return None if encoder is None else MediaSlots(encoder, *sizes, self.loaded.device)
 
     def _make_control(self, sockets: ControlSockets) -> ControlPlane:
         return ControlPlane(
@@ -301,7 +291,7 @@ class NodeProcess:
             handlers,
             is_urgent,
             self.logic.launch_at,
-            self.turn_times,
+            self._diary.turn_times,
             self._clock.ends_at,
             self._counters,
             None if self.precise is None else self.precise.core,
@@ -326,7 +316,7 @@ class NodeProcess:
             REPLAYED_TOKENS if replays else 0,
             self.transports.is_settled,
             None if self.precise is None else self.precise.scheduler,
-            self._stories.chunks,
+            self._diary.stories.chunks,
             None if self.drafting is None else self.drafting.guesser,
         )
 
@@ -343,24 +333,15 @@ class NodeProcess:
             loaded.replays_graphs,
             self.ranks is not None,
             counters=self._counters_now,
-            num_steps=lambda: self.turn_times.counters["steps_read"],
-            restart_turn=self.turn_times.restart,
+            num_steps=lambda: self._diary.turn_times.counters["steps_read"],
+            restart_turn=self._diary.turn_times.restart,
         )
         return NodeProfiler(node, self.runner.replay_graphs, self._outgoing.send, self._inbox.put)
-
-    def _make_turn_times(self) -> TurnTimes:
-        """No step of a prefill node is slow: nobody waits for one more than for another."""
-        scheduler = self.options.scheduler
-        longest_ms = scheduler.itl_max_ms or scheduler.tpot_target_ms or DECODE_ITL_MAX_MS
-        slow_s = math.inf if self.options.role == "prefill" else (longest_ms + SLOW_STEP_MS) / 1e3
-        note = None if (trace := self.trace) is None else lambda values: trace.note(NO_REQUEST, "slow step", **values)
-        most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-        return TurnTimes(slow_s, time.monotonic, time.thread_time, note, most)
 
     def _counters_now(self) -> dict[str, float]:
         """The counters of the node's newest status, those of its steps up to now."""
         assert self._board.status is not None
-        return {**self._board.status.counters, **self.turn_times.counters}
+        return {**self._board.status.counters, **self._diary.turn_times.counters}
 
     def _counters(self) -> dict[str, float]:
         return node_counters(
@@ -374,7 +355,7 @@ class NodeProcess:
             {} if self.publisher is None else self.publisher.counters(),
             {} if self.tiers is None else self.tiers.counters(),
             {} if self.spare is None else self.spare.counters(),
-            self.turn_times.counters,
+            self._diary.turn_times.counters,
             {} if self.loaded.adapters is None else self.loaded.adapters.store.counters(),
         )
 
@@ -387,7 +368,7 @@ class NodeProcess:
     # --- running --------------------------------------------------------------------------------------------
 
     def _hear(self, message: Message) -> None:
-        self._note("received", message)
+        self._diary.received(message)
         self.transfer.hear(message)
 
     def _deliver(self, event: ControlEvent) -> None:
@@ -399,13 +380,8 @@ class NodeProcess:
         self.launcher.beat()
         self.transfer.arrivals.expire(time.monotonic())
 
-    def _note(self, way: str, message: Message) -> None:
-        self._stories.message(way, message)
-        if self.trace is not None:
-            self.trace.message(way, message)
-
     def _tell(self, router: NodeKey, asked: TellStory) -> None:
-        self._outgoing.send(router, self._stories.tell(asked))
+        self._outgoing.send(router, self._diary.stories.tell(asked))
 
     def _after_turn(self) -> None:
         self._effects.apply()
@@ -427,8 +403,7 @@ class NodeProcess:
             self.control.stop()
             self._delivery.close()
             self.transfer.stop(2.0)
-            if self.trace is not None:
-                self.trace.flush()
+            self._diary.close()
             if self.tiers is not None:
                 self.tiers.close()
             self.transports.close()

@@ -281,7 +281,7 @@ class ServingNode:
             "requests_ended": float(self.book.num_ended),
             "blocks_cached": float(self.pool.num_cached),
             "kv_used_share": 1 - self.pool.num_free / self.pool.num_blocks,
-            "kv_fragmentation": self.scheduler.state.kv_fragmentation,
+            "kv_fragmentation": self.scheduler.state.kv.fragmentation(self.scheduler.state.queues.running),
             "allocate_s": self.scheduler.state.kv.seconds,
             "request_faults": float(self.scheduler.state.num_faults),
             "kv_overflow_requests": float(self.scheduler.state.num_overflowed),

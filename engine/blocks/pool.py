@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 
+from tandem.engine.blocks.cooling import CoolingBlocks
 from tandem.engine.blocks.prefix_tree import PrefixTree
 from tandem.engine.blocks.publication import NO_STEP, BlockPublication
 from tandem.engine.blocks.reservations import Reservations
@@ -35,10 +36,7 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._generations = [0] * num_blocks
-        self._last_write_step = [NO_STEP] * num_blocks
-        self._cooling: dict[int, set[int]] = {}  # step -> free blocks that it may still write
-        self._newest_launched = NO_STEP
-        self._newest_completed = NO_STEP
+        self._cooling = CoolingBlocks(num_blocks)
         # The hash table, and the tree that its prefixes form.
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_blocks
@@ -58,7 +56,7 @@ class BlockPool:
     @property
     def num_grantable(self) -> int:
         """Free blocks that no launched step can write any more."""
-        return len(self._free) - sum(map(len, self._cooling.values()))
+        return len(self._free) - len(self._cooling)
 
     @property
     def num_cached(self) -> int:
@@ -107,7 +105,7 @@ class BlockPool:
         return self._ref_counts[block_id] == 1 and self._hash_of[block_id] is None
 
     def is_cooling(self, block_id: int) -> bool:
-        return self._last_write_step[block_id] > self._newest_completed
+        return self._cooling.is_cooling(block_id)
 
     # --- references -----------------------------------------------------------------------------------------
 
@@ -159,7 +157,7 @@ class BlockPool:
             assert self._ref_counts[block_id] > 0, f"block {block_id} is freed and has no holder"
             self._ref_counts[block_id] -= 1
             if last_step is not None:
-                self._last_write_step[block_id] = max(self._last_write_step[block_id], last_step)
+                self._cooling.may_write(last_step, block_id)
             if self._ref_counts[block_id] == 0:
                 self._enter_free_queue(block_id)
                 tenant = self._tenant_of_block(block_id)
@@ -180,16 +178,14 @@ class BlockPool:
         self._free[block_id] = None
         if self._hash_of[block_id] is None:  # nothing worth keeping: reuse it before evicting anything
             self._free.move_to_end(block_id, last=False)
-        if self.is_cooling(block_id):
-            self._cooling.setdefault(self._last_write_step[block_id], set()).add(block_id)
+        self._cooling.freed(block_id)
 
     def _leave_free_queue(self, block_id: int) -> None:
         del self._free[block_id]
         tenant = self._tenant_of_block(block_id)
         if tenant:
             self._tenants.held(tenant, block_id)
-        if self.is_cooling(block_id):
-            self._cooling[self._last_write_step[block_id]].discard(block_id)
+        self._cooling.taken(block_id)
 
     def reuse_first(self, hashes: Sequence[bytes]) -> None:
         """Has these cached blocks, which nobody holds, reused before all others, but for those that hold nothing.
@@ -269,19 +265,15 @@ class BlockPool:
     # --- steps ----------------------------------------------------------------------------------------------
 
     def step_launched(self, step_id: int) -> None:
-        assert step_id > self._newest_launched, f"step {step_id} launched after {self._newest_launched}"
-        self._newest_launched = step_id
+        self._cooling.step_launched(step_id)
 
     def step_completed(self, step_id: int) -> None:
         """Every write of steps up to `step_id` has landed: blocks cool down, hashes are published."""
-        assert self._newest_completed < step_id <= self._newest_launched, f"step {step_id} completed out of order"
-        self._newest_completed = step_id
-        for step in [step for step in self._cooling if step <= step_id]:
-            del self._cooling[step]
+        self._cooling.step_completed(step_id)
         self._publication.completed(step_id)
 
     def has_completed(self, step_id: int) -> bool:
-        return step_id <= self._newest_completed
+        return self._cooling.has_completed(step_id)
 
     def step_failed(self, step_id: int) -> None:
         """Drops the hashes of blocks that step `step_id`, which wrote nothing, or a later step should have filled.
@@ -309,11 +301,7 @@ class BlockPool:
         free = {block_id for block_id in range(self.num_blocks) if self._ref_counts[block_id] == 0}
         assert min(self._ref_counts) >= 0, "a reference count is negative"
         assert free == set(self._free), "the free queue is not the set of blocks without a holder"
-        cooling = [block_id for blocks in self._cooling.values() for block_id in blocks]
-        assert len(cooling) == len(set(cooling)), "a block cools for two steps"
-        assert set(cooling) == {b for b in free if self.is_cooling(b)}, (
-            "cooling blocks are not the free, unfinished ones"
-        )
+        self._cooling.check_integrity(free)
         self._check_hashes()
 
     def _check_hashes(self) -> None:

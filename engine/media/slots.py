@@ -38,6 +38,13 @@ class _Sequence:
         return np.concatenate((known, np.broadcast_to(after, (3, len(after)))), axis=1)
 
 
+def make_media_slots(
+    encoder: MediaEncoder | None, num_slots: int, budget_bytes: int, device: torch.device
+) -> MediaSlots | None:
+    """None: the model takes text alone."""
+    return None if encoder is None else MediaSlots(encoder, num_slots, budget_bytes, device)
+
+
 class MediaSlots:
     """The items of all slots; one per runner of a model that takes more than text."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tandem.engine.blocks.pool import BlockPool
@@ -91,6 +91,18 @@ class KVAllocator:
         num_shared = request.num_prompt_tokens // self.block_size
         width = request.prompt.sampling.beam_width if request.beams is not None else 0
         return width and num_shared + width * (self.num_blocks_for(request.max_num_tokens) - num_shared)
+
+    def why_too_large(self, request: Request) -> str:
+        """Why `request` can't ever run in this pool, for people; "" when it can."""
+        num_blocks, num_for_beams = self.num_blocks_for(request.num_tokens), self.num_blocks_for_beams(request)
+        if num_blocks > self.pool.num_blocks:
+            return f"the prompt needs {num_blocks} KV blocks and the pool has {self.pool.num_blocks}"
+        if num_for_beams > self.pool.num_blocks:
+            return (
+                f"{request.prompt.sampling.beam_width} beams of {request.max_num_tokens} tokens need {num_for_beams} "
+                f"KV blocks and the pool has {self.pool.num_blocks}: lower beam_width or max_tokens"
+            )
+        return ""
 
     def num_future_blocks(self, request: Request) -> int:
         """`num_missing_blocks`; of a sequence that carries a beam those of all tokens that it may have: when it lacks
@@ -184,6 +196,12 @@ class KVAllocator:
             self.pool.free([copy.source], step_id)
         self._copies.clear()
         return copies
+
+    def fragmentation(self, requests: Sequence[Request]) -> float:
+        """The share of these requests' KV slots that hold no token."""
+        num_blocks = sum(len(request.block_ids) for request in requests)
+        num_tokens = sum(min(r.num_computed_tokens, len(r.block_ids) * self.block_size) for r in requests)
+        return 1 - num_tokens / (num_blocks * self.block_size) if num_blocks else 0.0
 
     def references(self, requests: Iterable[Request]) -> Counter[int]:
         """block_id -> references that `requests` and pending copies hold (for integrity checks)."""

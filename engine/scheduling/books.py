@@ -217,15 +217,7 @@ class SchedulerState:
     def _admit_or_fail(self, sequences: Sequence[Request]) -> bool:
         """Queues all sequences of one request. They are equally long, so all can run here or none, with one event."""
         request = sequences[0]
-        num_blocks, num_for_beams = self.kv.num_blocks_for(request.num_tokens), self.kv.num_blocks_for_beams(request)
-        if num_blocks > self.pool.num_blocks:
-            text = f"the prompt needs {num_blocks} KV blocks and the pool has {self.pool.num_blocks}"
-            self._refuse(sequences, "too_large_for_pool", text)
-        elif num_for_beams > self.pool.num_blocks:
-            text = (
-                f"{request.prompt.sampling.beam_width} beams of {request.max_num_tokens} tokens need {num_for_beams} "
-                f"KV blocks and the pool has {self.pool.num_blocks}: lower beam_width or max_tokens"
-            )
+        if text := self.kv.why_too_large(request):
             self._refuse(sequences, "too_large_for_pool", text)
         elif request.prompt.sampling.beam_width > self.options.max_num_seqs:
             text = f"a node here runs {self.options.max_num_seqs} sequences: lower beam_width"
@@ -352,14 +344,6 @@ class SchedulerState:
 
     # --- counts and checks ----------------------------------------------------------------------------------
 
-    @property
-    def kv_fragmentation(self) -> float:
-        """The share of the running sequences' KV slots that hold no token."""
-        running = self.queues.running
-        num_blocks = sum(len(request.block_ids) for request in running)
-        num_tokens = sum(min(r.num_computed_tokens, len(r.block_ids) * self.block_size) for r in running)
-        return 1 - num_tokens / (num_blocks * self.block_size) if num_blocks else 0.0
-
     def flush(self) -> None:
         """Drops every cached block that nobody uses, on the device and below."""
         self.pool.flush()
@@ -376,24 +360,14 @@ class SchedulerState:
         requests = [request for siblings in self._requests.values() for request in siblings]
         self.queues.check_integrity(requests)
         for request in requests:
-            self._check_request(request)
+            assert (request in self.queues.running) == (request.state is RequestState.RUNNING)
+            request.check_integrity(self.kv.num_blocks_for(request.num_computed_tokens))
         references = self.kv.references(requests)
         for block_id in range(self.pool.num_blocks):
             held = references[block_id] + (external_references or {}).get(block_id, 0)
             count = self.pool.ref_count(block_id)
             assert count >= held, f"block {block_id} has {count} references, requests hold {held}"
             assert count == held or external_references is None, f"block {block_id}: nobody holds one of {count}"
-
-    def _check_request(self, request: Request) -> None:
-        running = request.state is RequestState.RUNNING
-        assert running == (request in self.queues.running) == (request.slot >= 0)
-        assert request.state is not RequestState.FINISHED, "a finished request is queued"
-        assert request.sample_indices
-        assert request.num_in_flight >= 0, "num_in_flight is negative"
-        assert running or request.num_computed_tokens == 0 or request.block_ids, "computed tokens without blocks"
-        assert request.state is not RequestState.PREEMPTED or not request.block_ids, "a preempted request has blocks"
-        assert request.num_computed_tokens <= request.num_launched_tokens
-        assert len(request.block_ids) >= self.kv.num_blocks_for(request.num_computed_tokens), "KV without a block"
 
     def assert_empty(self) -> None:
         """Asserts, for tests, that every request has left and nothing of it is held."""

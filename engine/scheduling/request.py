@@ -210,6 +210,18 @@ class Request:
             return self.prompt.token_ids[start:]
         return np.concatenate((self.prompt.token_ids[start:], np.array(self.output_token_ids, np.int32)))
 
+    def check_integrity(self, num_computed_blocks: int) -> None:
+        """Raises AssertionError when a queued request whose computed tokens take so many blocks contradicts itself."""
+        running = self.state is RequestState.RUNNING
+        assert running == (self.slot >= 0)
+        assert self.state is not RequestState.FINISHED, "a finished request is queued"
+        assert self.sample_indices
+        assert self.num_in_flight >= 0, "num_in_flight is negative"
+        assert running or self.num_computed_tokens == 0 or self.block_ids, "computed tokens without blocks"
+        assert self.state is not RequestState.PREEMPTED or not self.block_ids, "a preempted request has blocks"
+        assert self.num_computed_tokens <= self.num_launched_tokens
+        assert len(self.block_ids) >= num_computed_blocks, "KV without a block"
+
 
 # --- what the scheduler reports after a step ----------------------------------------------------------------
 

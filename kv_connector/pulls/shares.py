@@ -14,7 +14,7 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.rate import Rate
-from tandem.engine.contracts.wire.handoff import KVLayers, KVPull
+from tandem.engine.contracts.wire.handoff import KVLayers
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, SharedWork
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.step import StepMeta
@@ -28,6 +28,7 @@ from tandem.kv_connector.protocol.outcomes import (
     SourceOutcome,
 )
 from tandem.kv_connector.pulls.chunks import LEAST_TOKENS, MOST_TOKENS, ChunkTable, divide
+from tandem.kv_connector.pulls.invitations import Invitations
 from tandem.kv_connector.pulls.share import Coming, Leaving, Share, ShareCounters
 from tandem.kv_connector.sink.manager import SinkManager
 from tandem.kv_connector.source.manager import SourceManager
@@ -51,7 +52,7 @@ class SharedPrompts:
     ) -> None:
         self.info, self.counters, self.compute_rate = info, ShareCounters(), compute_rate
         self._pool, self._sink, self._source = pool, sink, source
-        self._block_size, self._resend_s = options.cache.block_size, options.timeouts.resend_s
+        self._block_size = options.cache.block_size
         most = options.scheduler.max_num_batched_tokens
         self._most_tokens = min(MOST_TOKENS, most, options.scheduler.max_prefill_chunk or most)
         self._wanted: dict[Request, tuple[PeerRef, ...]] = {}
@@ -59,9 +60,7 @@ class SharedPrompts:
         self._by_request: dict[Request, Share] = {}
         self._by_key: dict[AttemptKey, Share] = {}
         self._disproved: list[Request] = []
-        self._connected: set[NodeKey] = set()
-        self._connects: list[PeerRef] = []
-        self._outbox: list[tuple[NodeKey, Message]] = []
+        self._invitations = Invitations(info.epoch, options.timeouts.resend_s, sink.is_unanswered)
         self._numbers = itertools.count()
         self._now = 0.0
 
@@ -163,34 +162,25 @@ class SharedPrompts:
         return True
 
     def peer_connected(self, info: NodeInfo) -> None:
-        self._connected.add(info.key)
-        for share in self._shares.values():
-            for place, at in share.asked_at.items():
-                if share.nodes[place].key == info.key and not at:
-                    self._send(share, place)
+        self._invitations.peer_connected(info, self._shares.values(), self._now)
 
     def peer_lost(self, peer: NodeKey) -> None:
         """What came from it, or went there, ends by itself."""
-        self._connected.discard(peer)
+        self._invitations.peer_lost(peer)
 
     def on_tick(self, now: float) -> None:
         self._now = now
         for share in list(self._shares.values()):
-            for place, at in share.asked_at.items():
-                is_due = at and now >= at + self._resend_s and share.nodes[place].key in self._connected
-                if is_due and self._sink.is_unanswered(share.key(place, 0)):
-                    self._send(share, place)
+            self._invitations.repeat(share, now)
             self._advance(share)
 
     # --- out ------------------------------------------------------------------------------------------------
 
     def drain_outbox(self) -> list[tuple[NodeKey, Message]]:
-        outbox, self._outbox = self._outbox, []
-        return outbox
+        return self._invitations.drain_outbox()
 
     def drain_connects(self) -> list[PeerRef]:
-        connects, self._connects = self._connects, []
-        return connects
+        return self._invitations.drain_connects()
 
     def drain_disproved(self) -> list[Request]:
         """The requests that must fail, since what they have computed is behind KV that did not come, or came wrong."""
@@ -229,10 +219,7 @@ class SharedPrompts:
         nodes = (PeerRef(self.info.node_id, self.info.epoch, self.info.control_address), *helpers)
         share = Share(name, attempt, 0, table, nodes, request, tuple(request.block_ids), size, deadline, first)
         self._open(share)
-        for place in range(1, len(nodes)):
-            share.asked_at[place] = 0.0
-            if nodes[place].key in self._connected:
-                self._send(share, place)
+        self._invitations.ask(share, self._now)
         return share
 
     def _open(self, share: Share) -> None:
@@ -244,8 +231,7 @@ class SharedPrompts:
             share.unclaimed.add(key)
             blocks = share.blocks_of(index)
             self._sink.fetch(key, peer, len(blocks), share.deadline, self._now, blocks, is_held=share.place == 0)
-        others = [peer for place, peer in enumerate(share.nodes) if place != share.place]
-        self._connects += [peer for peer in others if peer.key not in self._connected]
+        self._invitations.reach(peer for place, peer in enumerate(share.nodes) if place != share.place)
 
     def _engage(self, share: Share) -> None:
         """Grants blocks, and claims others', when all helpers have claimed: that is their word that they help."""
@@ -265,21 +251,6 @@ class SharedPrompts:
                 self._source.chunks.expect(key, share.nodes[place], blocks, share.deadline, self._now)
             if index in share.last_steps:
                 self._push(share, index)
-
-    def _send(self, share: Share, place: int) -> None:
-        share.asked_at[place] = self._now
-        key, peer = share.key(place, 0), share.nodes[place]
-        message = KVPull(
-            request_id=key.request_id,
-            attempt=key.attempt,
-            source_epoch=peer.epoch,
-            sink_epoch=self.info.epoch,
-            first_block=0,
-            block_hashes=b"",
-            deadline_s=max(0.0, share.deadline - self._now),
-            work=share.work_for(place),
-        )
-        self._outbox.append((peer.key, message))
 
     # --- inside: steps --------------------------------------------------------------------------------------
 

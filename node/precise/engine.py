@@ -12,7 +12,7 @@ from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.engine.device.kv_pool import MIN_BLOCKS, allocate_pool, make_layout
-from tandem.engine.media.slots import MediaSlots
+from tandem.engine.media.slots import make_media_slots
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.core import EngineCore
@@ -68,8 +68,6 @@ def make_precise_kv(loaded: LoadedModel, options: NodeOptions, grammars: Grammar
         return None
     few = replace(options.scheduler, max_num_seqs=MAX_SEQS, share_prefixes=False, speculative_config="")
     model = OverAnotherCache(loaded.model)
-    encoder = model.media_encoder
-    media = None if encoder is None else MediaSlots(encoder, MAX_SEQS, options.cache.media_cache_bytes, loaded.device)
     runner = ModelRunner(
         model,
         allocate_pool(layout, num_blocks, loaded.device),
@@ -78,7 +76,7 @@ def make_precise_kv(loaded: LoadedModel, options: NodeOptions, grammars: Grammar
         loaded.max_model_len,
         loaded.config.eos_token_ids,
         guides=Guides(grammars),
-        media=media,
+        media=make_media_slots(model.media_encoder, MAX_SEQS, options.cache.media_cache_bytes, loaded.device),
     )
     state = SchedulerState(
         few,

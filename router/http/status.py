@@ -22,7 +22,7 @@ def add_status_route(app: FastAPI, service: CompletionService, gate: Gate) -> No
     @app.api_route("/status", methods=READ)
     async def status(request: Request) -> Response:
         gate.check_admin(request.headers.raw, "GET /status")
-        cluster, facts = service.cluster, service.cluster.facts
+        cluster, facts = service.cluster, service.cluster.model.facts
         answer = {
             "version": version(),
             "ready": cluster.ready,

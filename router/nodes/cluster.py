@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.directory import DirectoryReader
-from tandem.engine.contracts.hashing import PromptHashes, Secrecy, every_kth, root_hash
+from tandem.engine.contracts.hashing import every_kth
 from tandem.engine.contracts.keys import NodeKey
-from tandem.engine.contracts.kv_layout import ModelIdentity
 from tandem.engine.contracts.model_folder import given_names
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.adapters import Adapters, AdaptersKnown, LoadAdapter
@@ -29,16 +24,16 @@ from tandem.router.nodes.answers import NodeAnswers
 from tandem.router.nodes.discovery import NodeDiscovery
 from tandem.router.nodes.link import AboutAdapters, NodeLink, RequestMessage, Verb
 from tandem.router.nodes.node_socket import new_context
+from tandem.router.nodes.served_model import ServedModel
 from tandem.router.placing.elastic import Plan
 from tandem.router.placing.elastic_finder import find_elastic, plans
 from tandem.router.placing.fleet_need import FleetNeed
 from tandem.router.placing.helpers import with_helpers
 from tandem.router.placing.placement import Placement, PlacementRequest, find_placement, offers
 from tandem.router.placing.policies import Choice, make_policy
-from tandem.router.placing.readiness import describe, difference, missing_roles, other_tokenizer
+from tandem.router.placing.readiness import describe, missing_roles
 from tandem.router.placing.siblings import Siblings, Told
 from tandem.router.placing.view import NodeView
-from tandem.router.text.completion import ModelFacts
 
 logger = logging.getLogger(__name__)
 repeated = RateLimited(logger)
@@ -71,7 +66,7 @@ class Cluster:
     ) -> None:
         """`tokenizer` is the digest of the one that makes prompts here: a node that says another is sent nothing."""
         self._options, self._keys, self._hello, self._directory = options, keys, hello, directory
-        self._siblings, self._tokenizer = siblings, tokenizer
+        self._siblings = siblings
         self._context = new_context()
         self._links: dict[str, NodeLink] = {}
         self._links_by_key: dict[NodeKey, NodeLink] = {}
@@ -79,13 +74,11 @@ class Cluster:
         self._left_out: dict[str, None] = {}  # addresses beyond `max_nodes`, the oldest first
         self._unlisted: set[str] = set()  # addresses whose record is gone while the node can be reached
         self._last_tick = time.monotonic()
-        self._identity_key = b""
         self._serving: list[NodeView] | None = None  # None: to be found out
         self.adapters = ServedAdapters(options.lora, self._say, lambda: [*self._links_by_key])
         self._policy, self.is_elastic = make_policy(options.placement, hello.epoch), options.placement == "elastic"
         self.need = FleetNeed()
-        self.identity: ModelIdentity | None = None
-        self.facts: ModelFacts | None = None
+        self.model = ServedModel(given_names(options.model.served_name), tokenizer)
         self.profiles: NodeAnswers[Profiled] = NodeAnswers()
         self.stories: NodeAnswers[tuple[Story, float]] = NodeAnswers()  # and when each came
         self._listener: ClusterListener  # from `start` on
@@ -165,7 +158,7 @@ class Cluster:
     def serving(self) -> list[NodeView]:
         """Connected nodes of the model that is served."""
         if self._serving is None:
-            self._serving = [view for view in self.views if view.info.identity == self.identity]
+            self._serving = [view for view in self.views if view.info.identity == self.model.identity]
         return self._serving
 
     @property
@@ -181,7 +174,7 @@ class Cluster:
         """The addresses of nodes that nothing is sent to, and why, for people."""
         reasons = {}
         for link in self._links.values():
-            differs = self._difference(link.view) if link.view is not None else ""
+            differs = self.model.difference(link.view.info) if link.view is not None else ""
             if link.refusal or differs:
                 reasons[link.address] = f"{link.address}: {link.refusal or differs}"
             elif link.trouble:
@@ -215,7 +208,7 @@ class Cluster:
             "nodes_unreachable": float(sum(link.view is None for link in links)),
             "nodes_other_version": float(sum(view.info.version != self._hello.version for view in self.views)),
             "nodes_other_wire": float(sum(link.refused_field == "wire_version" for link in links)),
-            "nodes_other_model": float(sum(bool(self._difference(view)) for view in self.views)),
+            "nodes_other_model": float(sum(bool(self.model.difference(view.info)) for view in self.views)),
             "failed_handshakes": float(sum(link.num_failed_handshakes for link in links)),
             "undecodable_messages": float(sum(link.num_undecodable for link in links)),
             "resent_messages": float(sum(link.outbox.num_resent for link in links)),
@@ -223,15 +216,6 @@ class Cluster:
         }
 
     # --- placing ----------------------------------------------------------------------------------------------
-
-    def hash_prompt(self, token_ids: npt.NDArray[np.int32], secrecy: Secrecy) -> PromptHashes:
-        """The hashes of a prompt, int32 [num_tokens], made only as far as placing asks for them."""
-        if self.identity is None:
-            return PromptHashes(token_ids[:0], 1, self._root_for_salt)
-        return PromptHashes(token_ids, self.identity.hash_block_size, self._root_for_salt, secrecy)
-
-    def _root_for_salt(self, salt: bytes) -> bytes:
-        return _root(self._identity_key, salt)
 
     def place(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> Placement | None:
         self._hear_siblings(now)
@@ -278,9 +262,9 @@ class Cluster:
         return plans(request, self.serving(), self._cached_tokens(block_hashes), now) if self.is_elastic else []
 
     def _cached_tokens(self, block_hashes: Sequence[bytes]) -> dict[NodeKey, int]:
-        if self._directory is None or self.identity is None or not block_hashes:
+        if self._directory is None or self.model.identity is None or not block_hashes:
             return {}
-        return cached_tokens(self._directory, self.serving(), block_hashes, self.identity.hash_block_size)
+        return cached_tokens(self._directory, self.serving(), block_hashes, self.model.identity.hash_block_size)
 
     def send(self, key: NodeKey, message: Verb, now: float) -> bool:
         """Sends a verb to a node. False: that epoch of the node is not connected."""
@@ -305,11 +289,11 @@ class Cluster:
         self._links_by_key[view.key] = link
         self._views_by_tag[view.tag] = view
         self._serving = None
-        if not self.serving() and not other_tokenizer(self._tokenizer, view.info.identity):
+        if not self.serving() and self.model.may_be(view.info):
             self._serve(view.info)
-        elif differs := self._difference(view):
+        elif differs := self.model.difference(view.info):
             logger.error("node %s at %s: %s; nothing is sent to it", view.info.node_id, link.address, differs)
-        self._update_facts(self.serving())
+        self.model.update([view.info for view in self.serving()])
         self.adapters.node_up(view.key)
         self._listener.on_up(view.key)
         self._listener.on_room()
@@ -325,10 +309,10 @@ class Cluster:
         del self._links_by_key[view.key], self._views_by_tag[view.tag]
         self._serving = None
         self.adapters.node_lost(view.key)
-        rest = [view for view in self.views if not other_tokenizer(self._tokenizer, view.info.identity)]
+        rest = [view.info for view in self.views if self.model.may_be(view.info)]
         if rest and not self.serving():
-            self._serve(rest[0].info)
-        self._update_facts(self.serving())
+            self._serve(rest[0])
+        self.model.update([view.info for view in self.serving()])
         self.profiles.lost(view.key)
         self.stories.lost(view.key)
         self._listener.on_lost(view.key, reason)
@@ -348,35 +332,9 @@ class Cluster:
     def node_has_adapters(self, key: NodeKey, message: AboutAdapters) -> None:
         self.adapters.on_message(key, message)
 
-    def _difference(self, view: NodeView) -> str:
-        """Why nothing is sent to a node that is connected, for people; "" when it serves."""
-        theirs = view.info.identity
-        return other_tokenizer(self._tokenizer, theirs) or difference(self.identity, theirs)
-
     def _serve(self, info: NodeInfo) -> None:
-        self.identity, self._serving = info.identity, None
-        self._identity_key = info.identity.key() if info.identity is not None else b""
-
-    def _update_facts(self, nodes: Iterable[NodeView]) -> None:
-        """Takes the facts of the nodes there are. With none left the last facts stay, so that requests can be checked
-        while they wait for one."""
-        infos = [view.info for view in nodes]
-        if infos:
-            name, *aliases = given_names(self._options.model.served_name) or (infos[0].model_name,)
-            kinds = set(infos[0].media_kinds).intersection(*(info.media_kinds for info in infos))
-            self.facts = ModelFacts(
-                name,
-                min(info.max_model_len for info in infos),
-                min(info.vocab_size for info in infos),
-                infos[0].task,
-                infos[0].encoder,
-                tuple(sorted(kinds)),
-                infos[0].embedding_sizes,
-                tuple(aliases),
-            )
-
-
-_root = functools.lru_cache(maxsize=4096)(root_hash)
+        self.model.serve(info)
+        self._serving = None
 
 
 def cached_tokens(

@@ -108,7 +108,7 @@ class Worker:
         metrics = RouterMetrics(
             lambda: cluster.views,
             lambda: {**cluster.counters(), **sources.counters()},
-            lambda: "" if cluster.facts is None else cluster.facts.name,
+            lambda: "" if cluster.model.facts is None else cluster.model.facts.name,
         )
         self.service = service = CompletionService(
             self._options,

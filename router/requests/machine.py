@@ -287,9 +287,8 @@ class RequestMachine:
         """What need not be computed is up to the node that computes the prompt: what the other one holds is not sent to
         it. Later attempts find the first one's blocks, which is no saving for the client."""
         if self.attempts.highest_number == 1 and node == (attempt.prefill or attempt.primary):
-            self.num_cached_tokens = max(
-                self.num_cached_tokens, min(num_cached_tokens, len(self.spec.prompt_token_ids))
-            )
+            in_prompt = min(num_cached_tokens, len(self.spec.prompt_token_ids))
+            self.num_cached_tokens = max(self.num_cached_tokens, in_prompt)
 
     def _submit(self, attempt: Attempt, now: float) -> Submit:
         seen = self.attempts.seen(attempt)

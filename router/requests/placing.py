@@ -12,7 +12,7 @@ def find_nodes(cluster: Cluster, machine: RequestMachine, request_id: str, now: 
     if not any(view.usable for view in cluster.serving()):
         return None
     attempt, prompt, spec = machine.attempts.live[request_id], machine.prompt_of(request_id), machine.spec
-    hashes = cluster.hash_prompt(prompt, spec.secrecy)
+    hashes = cluster.model.hash_prompt(prompt, spec.secrecy)
     num_done = len(prompt) - len(spec.prompt_token_ids)
     request = PlacementRequest(
         num_prompt_tokens=len(prompt),

@@ -101,9 +101,9 @@ class CompletionService:
 
     def facts(self) -> ModelFacts:
         """What is known of the served model. Raises UnavailableError while no node has said what is served."""
-        if self.cluster.facts is None:
+        if self.cluster.model.facts is None:
             raise UnavailableError(f"no node is connected yet ({self.cluster.missing()})")
-        return self.cluster.facts
+        return self.cluster.model.facts
 
     async def awaited_facts(self, name: str | None = None) -> ModelFacts:
         """The facts of the first node, once it has read the adapter called `name`, if that is a listed one. A client
@@ -125,7 +125,7 @@ class CompletionService:
         return self.facts()
 
     def _lacks(self, name: str | None) -> bool:
-        return self.cluster.facts is None or (name is not None and self.cluster.adapters.is_unread(name))
+        return self.cluster.model.facts is None or (name is not None and self.cluster.adapters.is_unread(name))
 
     async def plan(self, raw: bytes, tenant: Tenant) -> tuple[CompletionBody, list[PromptPlan]]:
         """Validates and tokenizes a body of /v1/completions. Raises InvalidRequestError, ModelNotFoundError,
@@ -233,11 +233,11 @@ class CompletionService:
 
     def offers(self, request: PlacementRequest, plan: PromptPlan) -> list[Choice]:
         """What each node would cost now, cheapest first; nothing is placed."""
-        return self.cluster.offers(request, self.cluster.hash_prompt(plan.token_ids, plan.secrecy), self._clock())
+        return self.cluster.offers(request, self.cluster.model.hash_prompt(plan.token_ids, plan.secrecy), self._clock())
 
     def plans(self, request: PlacementRequest, plan: PromptPlan) -> list[Plan]:
         """What the elastic rule would choose from now, cheapest first; nothing is placed."""
-        return self.cluster.plans(request, self.cluster.hash_prompt(plan.token_ids, plan.secrecy), self._clock())
+        return self.cluster.plans(request, self.cluster.model.hash_prompt(plan.token_ids, plan.secrecy), self._clock())
 
     def abort(self, generations: Sequence[Generation], error: TandemError) -> None:
         """Ends what is still under way, on every node."""

@@ -138,7 +138,7 @@ class DashboardFeed:
 
     def _past(self) -> bytes:
         """What somebody gets first: all ticks, in columns, and what doesn't change."""
-        facts = self._cluster.facts
+        facts = self._cluster.model.facts
         return _event("past", {
             "version": version(),
             "model": None if facts is None else facts.name,

@@ -22,7 +22,7 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-MOST_CLASS_LINES = 320  # "some 300"
+MOST_CLASS_LINES = 300
 SHARED_NAMES = {"SamplingParams"}  # what users of the Python interface, and of others like it, call it; and the wire's
 
 
@@ -132,6 +132,6 @@ def test_a_class_that_grew_is_two_objects() -> None:
         node.name
         for path in python_files()
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef) and node.end_lineno - node.lineno >= MOST_CLASS_LINES
+        if isinstance(node, ast.ClassDef) and node.end_lineno - node.lineno + 1 > MOST_CLASS_LINES
     }
     assert long == set()

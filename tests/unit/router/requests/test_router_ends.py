@@ -113,7 +113,7 @@ def test_requests_before_the_first_node_are_no_more_than_may_wait(folder: Path, 
 def test_a_request_waits_for_a_node_that_comes_in_time(folder: Path, nodes: Nodes) -> None:
     node = nodes.start(draining=True)
     with RouterInThread(folder, addresses(node)) as router:
-        wait_until(lambda: router.worker.service.cluster.facts is not None, "the handshake")
+        wait_until(lambda: router.worker.service.cluster.model.facts is not None, "the handshake")
         with ThreadPoolExecutor(1) as pool:
             result = pool.submit(status_of, router)
             wait_until(lambda: router.worker.service.num_active == 1, "the request")
@@ -124,7 +124,7 @@ def test_a_request_waits_for_a_node_that_comes_in_time(folder: Path, nodes: Node
 def test_too_many_without_a_node_is_429(folder: Path, nodes: Nodes) -> None:
     node = nodes.start(draining=True)
     with RouterInThread(folder, addresses(node), max_queue=3) as router:
-        wait_until(lambda: router.worker.service.cluster.facts is not None, "the handshake")
+        wait_until(lambda: router.worker.service.cluster.model.facts is not None, "the handshake")
         with ThreadPoolExecutor(3) as pool:
             waiting = [pool.submit(status_of, router) for _ in range(3)]
             wait_until(lambda: router.worker.service.num_active == 3, "three requests")
