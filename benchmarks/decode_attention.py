@@ -84,7 +84,7 @@ class Step:
         return cls(pool, query, rows_of_step, tables, lengths)
 
     def prefixes(self) -> SharedPrefixes | None:
-        """As the engine would find them, but without asking whether they pay."""
+        """Finds them as the engine would, but without asking whether they pay."""
         members = chunk_members(HEADS // KV_HEADS)
         whole = (np.array(self.lengths) - 1) // BLOCK
         groups = choose_groups(self.tables, np.arange(len(self.lengths)), whole, BLOCK, SharingCosts(members, 1 << 30))
@@ -93,7 +93,7 @@ class Step:
         return buffers.prefixes
 
     def microseconds(self, prefixes: SharedPrefixes | None = None) -> float:
-        """Of one layer: the median over replays of a captured step."""
+        """Time of one layer: the median over replays of a captured step."""
         spec = AttentionSpec(
             HEADS, SIZE, SIZE**-0.5, KV_HEADS, kv_cache_dtype="fp8" if self.pool.element_size() == 1 else "auto"
         )

@@ -63,8 +63,8 @@ class Floors:
 
     @classmethod
     def of(cls, loaded: LoadedModel, workload: Workload, limits: Limits) -> Floors:
-        """On one rank of the model's group. The last layer is computed for wanted tokens alone but for its keys and
-        values; a shared prefix is computed, and in a decode step read, once for its group."""
+        """What one rank of the model's group has to do. The last layer is computed for wanted tokens alone but for its
+        keys and values; a shared prefix is computed, and in a decode step read, once for its group."""
         sizes = ModelSizes.of(loaded)
         own, shared = workload.num_prompt_tokens - workload.num_shared_tokens, workload.num_shared_tokens
         rows = min(workload.concurrency, workload.num_requests)
@@ -109,6 +109,6 @@ class ModelSizes:
         )
 
     def prompt_flops(self, num_before: int, num_new: int) -> float:
-        """Of `num_new` tokens after `num_before` whose KV is there."""
+        """The operations of `num_new` tokens after `num_before` whose KV is there."""
         pairs = num_new * num_before + num_new * num_new / 2
         return 2 * (self.num_weights - self.num_last_weights) * num_new + self.attention_flops * pairs

@@ -94,7 +94,7 @@ def bare_main(port: int, event: bytes, steps_per_s: float) -> None:
 
 
 class Counter(Protocol):
-    """Shared with the measuring process."""
+    """A number that the measuring process reads, too."""
 
     value: int
 

@@ -254,7 +254,8 @@ def draw_one(options: argparse.Namespace, servers: Servers) -> None:
 def print_targets(
     split: Server, single: Server, rows: list[tuple[str, str, str, str]], options: argparse.Namespace
 ) -> None:
-    """Each figure that has a target, the target, the same of two single nodes and of vLLM; `rows` are the first."""
+    """Prints each figure that has a target, the target, the same of two single nodes and of vLLM; `rows` are the
+    first."""
     for tokens, (first, second) in split.alone.items():
         one, two = single.alone[tokens]
         rows.append(

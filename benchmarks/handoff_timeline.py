@@ -63,7 +63,7 @@ def read_folder(folder: Path) -> list[dict[str, Any]]:
 
 
 def handoffs(lines: Sequence[dict[str, Any]]) -> list[Handoff]:
-    """Those that were committed, in order of their commit."""
+    """The hand-offs that were committed, in order of their commit."""
     by_request: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for line in lines:
         if not line["request"] or line["stage"] == "received Submit":

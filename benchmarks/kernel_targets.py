@@ -54,7 +54,7 @@ class Target:
 
     @property
     def share(self) -> float:
-        """Of the limit, at most 1."""
+        """The part of the limit that is reached, at most 1."""
         return min(1.0, self.limit / self.value if self.most else self.value / self.limit)
 
     def line(self) -> str:

@@ -132,7 +132,7 @@ def torch_sampling(shape: Shape, num_rows: int, vocabulary: int, filters: str) -
 
 
 def bus_bytes_s(device: torch.device) -> float:
-    """Of a copy to pinned memory."""
+    """The rate of a copy to pinned memory."""
     source = torch.zeros(256 << 20, dtype=torch.uint8, device=device)
     target = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
     return source.numel() / median_seconds(lambda: target.copy_(source, non_blocking=True), device)

@@ -87,7 +87,7 @@ class Step:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Of one replay of a graph of `run`."""
+    """Seconds of one replay of a graph of `run`."""
     if not torch.cuda.is_available():
         run()
         return float("nan")

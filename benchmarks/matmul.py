@@ -140,7 +140,7 @@ def compile_kernel(kernel: Kernel) -> str:
 
 
 def compile_all(kernels: set[Kernel], workers: int) -> set[Kernel]:
-    """-> the kernels that can't be used."""
+    """Compiles all. Returns those that can't be used."""
     ordered = sorted(kernels)
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         reasons = pool.map(compile_kernel, ordered, chunksize=1)

@@ -140,7 +140,7 @@ def main() -> None:
 
 
 def place(bed: Bed, policy: PlacementPolicy | None, tokens: np.ndarray) -> None:
-    """As `Cluster` does it; by the elastic rule without a policy."""
+    """Places as `Cluster` does; by the elastic rule without a policy."""
     now = time.monotonic()
     found = bed.mirror.longest_prefix(PromptHashes(tokens, BLOCK, lambda salt: ROOT))
     cached = {owner: BLOCK * length for owner, length in found.items()}

@@ -103,7 +103,7 @@ def expected_of(x: torch.Tensor, weight: QuantisedWeight, gated: bool) -> torch.
 
 
 def copies_of(kind: str, outputs: int, inputs: int) -> list[QuantisedWeight]:
-    """As many as the cache doesn't hold."""
+    """So many copies of a weight that the cache doesn't hold them."""
     first = weight_of(kind, outputs, inputs)
     number = max(8, UNCACHED_BYTES // first.num_bytes)
     return [first] + [replace(first, values=first.values.clone()) for _ in range(number - 1)]

@@ -85,7 +85,7 @@ def two_single_nodes(model: str, options: Sequence[str], placement: str) -> Iter
 
 
 def node_counters(url: str) -> dict[str, float]:
-    """Of all nodes together, by name."""
+    """The counters of all nodes together, by name."""
     text = urlopen(f"{url}/metrics", timeout=5).read().decode()
     totals: dict[str, float] = {}
     for node in read_nodes(text).values():
@@ -95,7 +95,7 @@ def node_counters(url: str) -> dict[str, float]:
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """All at once; whoever does not drain in time is killed."""
+    """Ends all at once; whoever does not drain in time is killed."""
     for process in processes:
         process.send_signal(signal.SIGTERM)
     for process in processes:

@@ -134,7 +134,7 @@ class Ours(Way):
 
 
 class BareMemcpy(Way):
-    """Into shared memory that the other process has touched."""
+    """Copies into shared memory that the other process has touched."""
 
     def __init__(self, node: BenchNode, control: Connection) -> None:
         self._blocks = np.frombuffer(byte_view(node.pool), np.uint8).reshape(-1, MIB)
@@ -151,7 +151,7 @@ class BareMemcpy(Way):
 
 
 class BareSocket(Way):
-    """One write a block, received in place, one byte back at the end."""
+    """Writes block by block, received in place, one byte back at the end."""
 
     def __init__(self, node: BenchNode, control: Connection) -> None:
         self._memory = byte_view(node.pool)
@@ -171,7 +171,7 @@ class BareSocket(Way):
 
 
 class BareNixl(Way):
-    """Requests of MAX_WRITE_BYTES in 1 MiB descriptors, WINDOW_BYTES under way."""
+    """Writes requests of MAX_WRITE_BYTES in 1 MiB descriptors, WINDOW_BYTES under way."""
 
     def __init__(self, node: BenchNode, control: Connection) -> None:
         self._agent = NixlAgent()
@@ -271,7 +271,7 @@ class SinkProcess:
             time.sleep(50e-6)
 
     def poll(self, on: bool) -> bool:
-        """Only while the bare writes run: ours drive their own."""
+        """Drives NIXL while the bare writes run: ours drive their own."""
         if on:
             self._polling.set()
         else:

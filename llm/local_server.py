@@ -57,8 +57,8 @@ class LocalServer:
         self._finalizer = weakref.finalize(self, _end, started, drain_s)
 
     def wait_ready(self) -> None:
-        """Any thread may wait. Raises ConfigError when the server ended before it was ready, with its last words, or
-        took too long; it has ended then."""
+        """Waits, on any thread, until it serves. Raises ConfigError when the server ended before it was ready, with its
+        last words, or took too long; it has ended then."""
         with self._readiness:
             if self.url:
                 return

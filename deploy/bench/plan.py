@@ -45,7 +45,7 @@ class Division:
 
 
 class Verdict(NamedTuple):
-    """What of two divisions is the better is the greater."""
+    """How good a division is: the greater of two is the better one's."""
 
     good_share: float  # of requests, that keep both targets
     relief: float  # decides where shares are equal, as where none is good: less the further times are above targets

@@ -84,7 +84,7 @@ def _roles(values: Mapping[str, Any]) -> list[str]:
 
 
 def _placed(values: Mapping[str, Any]) -> Values:
-    """With the placement that nodes which do all work need, unless another one is named."""
+    """The same values with the placement that nodes which do all work need, unless another one is named."""
     is_elastic = values.get("elastic") or not values.get("fixed_roles", True)
     return {**({"placement": "elastic"} if is_elastic else {}), **values}
 

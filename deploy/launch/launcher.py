@@ -257,7 +257,7 @@ class Launcher:
         self._console.child_line(name, text, time.monotonic())
 
     def _announce_when_ready(self) -> None:
-        """Every process is up; the line comes when the router has also met its nodes."""
+        """Prints that all is ready: every process is up, and the router has met its nodes."""
         if self._ask_router("/ready")[0] != 200:
             return
         self._announcing = False

@@ -22,8 +22,8 @@ class ProcessNews(NamedTuple):
 
 
 class RemoteParent:
-    """The actor: parent of one process, which dies with it. It runs by the Python of its own host, and listens at the
-    address by which Ray's other hosts know that one."""
+    """A Ray actor that is the parent of one process, which dies with it. It runs by the Python of its own host, and
+    listens at the address by which Ray's other hosts know that one."""
 
     def __init__(self, name: str, command: Sequence[str], arguments: Sequence[str], environment: Mapping[str, str]):
         import ray.util
@@ -49,8 +49,8 @@ class RemoteParent:
 
 
 class RayChild:
-    """The launcher's end. An actor that is lost counts as killed, and so does one that the launcher kills: Ray may take
-    long to find out that its host is gone."""
+    """A child whose process an actor runs. An actor that is lost counts as killed, and so does one that the launcher
+    kills: Ray may take long to find out that its host is gone."""
 
     def __init__(self, name: str, actor: Any, write: Callable[[str, str], None]) -> None:
         self._name, self._actor, self._write = name, actor, write

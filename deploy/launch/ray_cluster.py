@@ -12,7 +12,8 @@ from tandem.engine.contracts.errors import ConfigError
 
 
 class RayCluster:
-    """A context manager. Raises ConfigError without Ray, or when no cluster answers."""
+    """A connection to a Ray cluster, as a context manager. Raises ConfigError without Ray, or when no cluster
+    answers."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values

@@ -26,7 +26,7 @@ class ScaledPools:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ScaledPools | None:
-        """Those that the options let grow or shrink; None: each pool stays as it was started."""
+        """The pools that the options let grow or shrink; None: each pool stays as it was started."""
         bounds = {}
         for option, role in POOLS:
             size, most = values.get(option, 0), values.get(f"{option}_max", 0)

@@ -15,7 +15,7 @@ _MAGNITUDE, _LARGEST = 0x7F, 0x7E  # of e4m3: all bits but the sign; 448
 
 @torch.inference_mode()
 def saturated_blocks(pool_NHLPBD: torch.Tensor, written: Sequence[WrittenSlots]) -> set[int]:
-    """Those of the blocks `written` of which one of the slots named holds fp8's largest magnitude: what saturated does,
+    """The blocks of `written` of which a slot named there holds fp8's largest magnitude: what saturated does,
     and what lies within a rounding of it. Waits for the device."""
     pool_NHLPBD = as_bytes(pool_NHLPBD)
     found = set()

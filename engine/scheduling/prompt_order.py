@@ -153,7 +153,7 @@ class Aging:
         self._looked_at = now()
 
     def due(self, waiting: list[Request]) -> list[Request]:
-        """Those of `waiting` (in the order of their keys) that have waited too long behind others."""
+        """The requests of `waiting` (in the order of their keys) that have waited too long behind others."""
         now = self._now()
         if not waiting or waiting[0].priority == waiting[-1].priority or now - self._looked_at < LOOK_EVERY_S:
             return []

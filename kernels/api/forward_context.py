@@ -20,10 +20,10 @@ class LayerHooks(Protocol):
     """Called by `unified_attention` around each layer. Both only enqueue work on streams; they never block the host."""
 
     def wait_for_kv_layer(self, layer_name: str) -> None:
-        """Before the layer touches its KV: enqueue a wait for loads of that layer that are under way."""
+        """Enqueues, before the layer touches its KV, a wait for loads of that layer that are under way."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any) -> None:
-        """After the layer wrote its KV: enqueue the push of `kv_layer`'s new tokens."""
+        """Enqueues, after the layer wrote its KV, the push of `kv_layer`'s new tokens."""
 
 
 @dataclass(frozen=True)

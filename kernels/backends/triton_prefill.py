@@ -94,7 +94,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _hopper_over_fp8(new: Prefill, kv: PagedKV, spec: AttentionSpec) -> torch.Tensor | None:
-    """Over the prefixes in `kv`, unpacked to 16 bits; None where the general kernel is faster, or memory is short."""
+    """Attends over the prefixes in `kv`, unpacked to 16 bits; None where the general kernel is faster, or memory is
+    short."""
     query, rows = new.q, new.rows
     kind = (query.device, query.dtype, spec.num_heads, spec.num_kv_heads, spec.head_size, kv.block_size,
             spec.reach.kind, spec.logits_soft_cap is None, spec.alibi_slopes is None, spec.sinks is None)  # fmt: skip

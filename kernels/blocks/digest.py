@@ -133,7 +133,7 @@ class BlockSums:
 
     @classmethod
     def of_none(cls, pool: torch.Tensor, num_blocks: int, key: int) -> BlockSums:
-        """Nothing summed yet, for blocks of `pool` on its device."""
+        """Sums of nothing yet, for blocks of `pool` on its device."""
         num_words = -(-pool[0].numel() * pool.element_size() // 8)
         sums = torch.zeros(num_blocks, dtype=torch.int64, device=pool.device)
         keys = torch.from_numpy(segment_keys(key, num_words)).to(pool.device, non_blocking=True)

@@ -82,8 +82,8 @@ class MixtureSizes(NamedTuple):
 
 
 class MixturePlan(NamedTuple):
-    """Both products': FewPlans, or GroupedPlans of one `tile_m`. `rounded`: activations become e4m3, for fp8
-    products."""
+    """The plans of both products: FewPlans, or GroupedPlans of one `tile_m`. `rounded`: activations become e4m3, for
+    fp8 products."""
 
     gate_up: FewPlan | GroupedPlan
     down: FewPlan | GroupedPlan
@@ -106,7 +106,7 @@ def choose_plan(num_tokens: int, sizes: MixtureSizes) -> MixturePlan | None:
 
 
 def every_plan(sizes: MixtureSizes) -> tuple[MixturePlan, ...]:
-    """Those that `choose_plan` can name."""
+    """All plans that `choose_plan` can name."""
     plans = (few_plan(sizes), *(grouped_plan(tile, sizes) for tile in TILES_M))
     return tuple(plan for plan in plans if plan is not None)
 

@@ -16,9 +16,9 @@ from tandem.kernels.prefixes.prefix_groups import PrefixGroup, PrefixLayout, max
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes:
-    """Chunk c: the rows `chunk_rows[c]` (-1: none) begin with the same `chunk_lens[c]` tokens, read through the first
-    one's block table. Chunks with tokens come first. Row i's part is member `row_places[i] % M` of chunk
-    `row_places[i] // M`; `row_lens[i]` is 0 when it shares nothing."""
+    """Which rows of a step share leading tokens. The rows of chunk c, `chunk_rows[c]` (-1: none) begin with the same
+    `chunk_lens[c]` tokens, read through the first one's block table. Chunks with tokens come first. Row i's part is
+    member `row_places[i] % M` of chunk `row_places[i] // M`; `row_lens[i]` is 0 when it shares nothing."""
 
     chunk_lens: torch.Tensor  # int32 [C], multiples of prefix_groups.LARGEST_TILE and of the block size
     chunk_rows: torch.Tensor  # int32 [C, M]

@@ -18,7 +18,7 @@ SHARED_BYTES = 227 << 10  # a program's limit on Hopper
 
 
 class StreamPlan(NamedTuple):
-    """triton_kernels/products/matmul_stream.py: tensor cores, tiles shared evenly."""
+    """The constants of triton_kernels/products/matmul_stream.py: tensor cores, tiles shared evenly."""
 
     tile_n: int
     tile_m: int
@@ -49,8 +49,8 @@ class StreamPlan(NamedTuple):
 
 
 class RingPlan(NamedTuple):
-    """triton_kernels/products/matmul_ring.py: tensor cores, a loading warp, one or two multiplying warpgroups, whole
-    tiles."""
+    """The constants of triton_kernels/products/matmul_ring.py: tensor cores, a loading warp, one or two multiplying
+    warpgroups, whole tiles."""
 
     tile_n: int
     tile_m: int
@@ -95,7 +95,7 @@ class RingPlan(NamedTuple):
 
 
 class RowsPlan(NamedTuple):
-    """triton_kernels/products/matmul_rows.py: up to four rows, every program a few whole outputs."""
+    """The constants of triton_kernels/products/matmul_rows.py: up to four rows, every program a few whole outputs."""
 
     tile_n: int
     tile_k: int

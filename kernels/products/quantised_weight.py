@@ -17,9 +17,9 @@ LANE_INPUTS = 32  # that four of the tensor cores' lanes share out among them
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedWeight:
-    """[N, K]: (stored - zero) * scale. `values`: e4m3 [N, K], or of 4 bits uint8 [N, K / 2] as `packed` makes it.
-    `scales` [G, N] of any float; `zeros` [G, N] in the same type, of 4 bits only. `group`: inputs that share a scale
-    (the last group may have fewer); 0: all of them, G is 1."""
+    """A matrix [N, K], (stored - zero) * scale. `values`: e4m3 [N, K], or of 4 bits uint8 [N, K / 2] as `packed` makes
+    it. `scales` [G, N] of any float; `zeros` [G, N] in the same type, of 4 bits only. `group`: inputs that share a
+    scale (the last group may have fewer); 0: all of them, G is 1."""
 
     values: torch.Tensor
     scales: torch.Tensor

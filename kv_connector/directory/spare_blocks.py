@@ -34,7 +34,7 @@ class SpareBlocks:
         self.kept.ask_about_colder(self._pool.cold_end(ASKED_AT_ONCE, newest_of_colder(self._pool.num_blocks)))
 
     def _spare(self) -> list[bytes]:
-        """Those of the blocks that were asked about that peers keep, children first. Nothing stays that is reached
+        """The blocks of the question that peers keep, too, children first. Nothing stays that is reached
         through them; what was given up before was colder."""
         spare: dict[bytes, None] = {}
         for block_hash in self.kept.colder:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LayersJob:
-    """Push of these layers of `push`'s blocks. `written`: when each of them is complete, if traced."""
+    """Asks to push these layers of `push`'s blocks. `written`: when each of them is complete, if traced."""
 
     push: BlockPush
     layers: range

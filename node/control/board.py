@@ -13,7 +13,7 @@ STUCK_S = 120.0  # longer than any turn takes, even with a step or a kernel that
 
 
 class LoopBoard:
-    """Written by the step loop, read by any thread. `status` is its newest report, replaced as a whole."""
+    """What the step loop writes and any thread reads. `status` is its newest report, replaced as a whole."""
 
     def __init__(self) -> None:
         self.status: Status | None = None

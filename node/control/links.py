@@ -83,7 +83,7 @@ class ControlLinks:
                 link.last_seen += silence_s
 
     def watch_process(self, link: Peer, own_host_id: str) -> None:
-        """Has the exit of the peer's process seen at once, if it is on the same host."""
+        """Sees to it that the exit of the peer's process is noticed at once, if it is on the same host."""
         assert link.info is not None
         if link.info.pid and link.info.host_id and link.info.host_id == own_host_id:
             try:

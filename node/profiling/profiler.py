@@ -50,7 +50,8 @@ class _Running:
 
 
 class NodeProfiler:
-    """At most one profile at a time: none, one that runs, one whose report is being made, or one to be fetched."""
+    """Makes at most one profile at a time. There is none, one that runs, one whose report is being made, or one to be
+    fetched."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ class FeatureExtractor(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def of_folder(cls, folder: Path) -> FeatureExtractor:
-        """Those of a model's folder. Raises ConfigError when it has none."""
+        """The features that a model's folder describes. Raises ConfigError when it has none."""
         path = folder / "preprocessor_config.json"
         raw = read_json_object(path)
         if raw is None:

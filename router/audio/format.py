@@ -98,8 +98,8 @@ class WindowText:
 
 
 class TranscriptWriter:
-    """Events of a stream. Windows are computed side by side: what a later one says waits until those before it have
-    ended."""
+    """Writes a stream's events. Windows are computed side by side: what a later one says waits until those before it
+    have ended."""
 
     def __init__(self, heard: Heard) -> None:
         self._heard = heard

@@ -24,7 +24,7 @@ class WhisperTokens(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_folder(cls, folder: Path) -> WhisperTokens:
-        """Those of a model's folder. Raises ConfigError when the file holds something else."""
+        """The settings that a model's folder holds. Raises ConfigError when the file holds something else."""
         try:
             return msgspec.convert(read_json_object(folder / FILE) or {}, cls)
         except msgspec.ValidationError as error:

@@ -254,7 +254,8 @@ class _Search:
     # --- what it costs ------------------------------------------------------------------------------------------
 
     def _of_group(self, group: Sequence[_Lead], price: _Price, sinks: Sequence[Outlook]) -> list[Plan]:
-        """Those of this group: to stay, if its first node may decode, and to hand over to the best of the others."""
+        """The plans of this group: to stay, if its first node may decode, and to hand over to the best of the
+        others."""
         lead, num_tokens = group[0], self._task.num_prompt_tokens
         plans = []
         home = [lead.node] if lead.node.key in self._streams else []

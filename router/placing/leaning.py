@@ -69,7 +69,7 @@ class Candidate(NamedTuple):
 
 
 class LeaningPolicy:
-    """Asked at every heartbeat."""
+    """Decides which nodes lean another way; it is asked at every heartbeat."""
 
     def __init__(self) -> None:
         self._worth_since: tuple[Side, float] | None = None

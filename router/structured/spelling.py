@@ -27,7 +27,7 @@ def in_slashes(regex: str) -> str:
 
 @dataclass(frozen=True)
 class Spelling:
-    """Texts as Lark. `marks` in them are named by their token ids."""
+    """Writes texts as Lark does. `marks` in them are named by their token ids."""
 
     marks: Mapping[str, int]
 

@@ -128,7 +128,8 @@ class StopSearch:
         return text
 
     def _first_completed(self, window: str) -> int | None:
-        """Where the text ends by the match that ends first (the longest of those), as if characters came one by one."""
+        """Where the text is cut: by the match that ends first (the longest of those), as if characters came one by
+        one."""
         matches = [(at + len(stop), at) for stop in self._stops if (at := window.find(stop)) >= 0]
         return min(matches)[0 if self._is_shown else 1] if matches else None
 

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class PromptEncoder:
-    """Tokenizes prompts, short ones at once, longer ones on threads, of the very long one at a time."""
+    """Tokenizes prompts: short ones at once, longer ones on threads, very long ones one at a time."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -39,7 +39,7 @@ def checked_endpoint(endpoint: str) -> str:
 
 
 class _NanoSeconds:
-    """Makes Unix time in ns of monotonic seconds, as clocks stand at one moment."""
+    """Converts monotonic seconds to Unix time in ns, as clocks stand at one moment."""
 
     def __init__(self, now: float) -> None:
         self._zero = time.time_ns() - round(now * 1e9)

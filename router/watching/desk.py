@@ -40,8 +40,8 @@ class RequestDesk:
         self._log = SampleLog()
 
     async def overview(self) -> dict[str, Any]:
-        """All processes together: prompts under way and without a node, the slack of those that wait for a promised
-        first token (the least, in seconds, and how many are late), and the newest requests."""
+        """What all processes show together: prompts under way and without a node, the slack of those that wait for a
+        promised first token (the least, in seconds, and how many are late), and the newest requests."""
         parts = await self.exchange.ask({"what": "overview"})
         slacks = [part["least_slack_s"] for part in parts if part["least_slack_s"] is not None]
         return {

@@ -60,7 +60,7 @@ class SampleLog:
         self._samples.append(sample)
 
     def since(self, number: int) -> list[RouterSample]:
-        """Those after the tick of that number, the oldest first."""
+        """The samples after the tick of that number, the oldest first."""
         found: list[RouterSample] = []
         for sample in reversed(self._samples):
             if sample.number <= number:

@@ -78,7 +78,8 @@ class TieredCache:
             del self._parents[block_hash]
 
     def give_up_first(self) -> None:
-        """Has what a peer keeps of what came into the colder half go before all else: SpareBlocks, in its pace."""
+        """Evicts first what peers keep, too, of the blocks that came into the colder half, at the pace of
+        SpareBlocks."""
         self._given &= self._gpu.keys()
         leaving = self._spare(newest_of_colder(self._num_gpu, BLOCKS_AT_ONCE))
         for block_hash in reversed(leaving):

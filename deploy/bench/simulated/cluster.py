@@ -36,7 +36,7 @@ def wire_channel(batches: Sequence[Batch]) -> list[DirectoryEvent]:
 
 
 class Simulation:
-    """`run()` once; then `jobs` holds every request's times and hits, `nodes` the loads."""
+    """One simulation: call `run()` once; then `jobs` holds every request's times and hits, `nodes` the loads."""
 
     def __init__(self, shape: ClusterShape, policy: PlacementName, channel: Channel = wire_channel) -> None:
         self._peers: dict[str, list[SimulatedNode]] = {}  # whom a node leaves blocks to
@@ -151,7 +151,7 @@ class Simulation:
         self._grant(sink, now)
 
     def _grant(self, sink: SimulatedNode, now: float) -> None:
-        """Has those go on whose turn it is at a node that has room."""
+        """Lets jobs go on whose turn it is at a node that has room."""
         for job in sink.grants.granted():
             self._sources[job].link.pushed_late(job, now)
             if job.computed_at:

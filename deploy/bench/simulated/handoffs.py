@@ -51,7 +51,7 @@ class Grants:
         self._claims.append(job)
 
     def granted(self) -> list[Job]:
-        """Those whose turn it is and for whom there is room; they have it now."""
+        """Gives room to the jobs whose turn it is, as far as there is any, and returns them."""
         found = []
         while self._claims and self._claims[0].num_prompt_tokens <= self._room() - self.num_pending:
             job = self._claims.popleft()

@@ -69,7 +69,7 @@ def _lengths(config: Any, kind: str) -> tuple[int, int]:
 
 
 def _single(words: Any) -> list[int]:
-    """Those of `bad_words_ids` that are a single token."""
+    """The entries of `bad_words_ids` that are a single token."""
     return [word[0] for word in words or () if len(word) == 1]
 
 

@@ -37,7 +37,7 @@ class Exchange(Protocol):
 
 
 class _Imagined(NamedTuple):
-    """The same for one rank alone, on the meta device."""
+    """The exchange of a rank that is tried alone, on the meta device."""
 
     size: int
 

@@ -40,7 +40,7 @@ class GroupedRouter:
         )
 
     def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """-> (logits [T, X], weights fp32 [T, k], ids int32 [T, k]), as the module's own forward."""
+        """Returns (logits [T, X], weights fp32 [T, k], ids int32 [T, k]), as the module's own forward."""
         module = self._module
         logits_TX = functional.linear(hidden_states.view(-1, module.hidden_dim).float(), module.weight.float())
         bias_X = module.e_score_correction_bias if self._routing.scores == "sigmoid" else None

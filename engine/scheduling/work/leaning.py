@@ -9,8 +9,8 @@ LEAST_S = 2.0  # a guess
 
 
 class OwnLeaning:
-    """Changed by what routers ask: an operator at any time, demand on a node that began with a leaning and isn't
-    pinned."""
+    """The leaning of this node. Routers change it: an operator at any time, demand on a node that began with a leaning
+    and isn't pinned."""
 
     def __init__(self, role: LeaningName = "unified", now: float = 0.0) -> None:
         self._began_with = role

@@ -20,7 +20,7 @@ STEPS_APART = 8  # of steps of decodes alone every so many is measured: adding u
 
 
 class WorkReporter:
-    """Told of every step; asked when a status is made."""
+    """Makes the report of a node's work. It is told of every step, and asked when a status is made."""
 
     def __init__(self, state: SchedulerState, s_per_token: Callable[[], float]) -> None:
         """`s_per_token`: seconds that a token of a prompt that comes now would take; 0.0: not known."""

@@ -98,7 +98,7 @@ def finish_segment(
     HEAD_SIZE: tl.constexpr, D_PAD: tl.constexpr, NUM_KV_HEADS: tl.constexpr, IS_FP8: tl.constexpr,
     HAS_SINKS: tl.constexpr, PREFIX_MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    """This program's part of the segment is stored: whoever says so last in a set merges the set, and so on."""
+    """Says that this program's part of the segment is stored. Whoever says so last in a set merges it, and so on."""
     program = tl.program_id(0)
     row, kv_head = segment // NUM_KV_HEADS, segment % NUM_KV_HEADS
     if PREFIX_MEMBERS > 0:  # loaded ahead: nothing waits for it when the segment is complete

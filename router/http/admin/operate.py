@@ -106,7 +106,7 @@ def _node(service: CompletionService, name: str) -> NodeView:
 
 
 async def _drain(service: CompletionService, view: NodeView, on: bool) -> dict[str, Any]:
-    """Has a node drain, or take requests again, and waits until it says so. Raises UnavailableError."""
+    """Tells a node to drain, or to take requests again, and waits until it says so. Raises UnavailableError."""
     if not await _told(service, view, Drain(on=on), lambda: view.status.draining == on):
         why = "is lost" if view.lost else "has been told to end" if not on else "does not say so; is it older?"
         raise UnavailableError(f"{view.info.node_id} {why}, so it does not {'drain' if on else 'take requests again'}")
@@ -122,8 +122,8 @@ async def _drain(service: CompletionService, view: NodeView, on: bool) -> dict[s
 
 
 async def _lean(service: CompletionService, view: NodeView, role: LeaningName) -> dict[str, Any]:
-    """Has a node that does all work be for one kind of it first, and waits until it says so. Raises FixedRoleError,
-    UnavailableError."""
+    """Tells a node that does all work which kind of it comes first, and waits until it says so. Raises
+    FixedRoleError, UnavailableError."""
     node = view.info.node_id
     if view.role != "unified" and view.role != role:
         raise FixedRoleError(
