@@ -163,3 +163,26 @@ def test_at_a_tight_time_a_token_two_nodes_divide_and_keep_as_many_targets_as_fi
         good[name] = summarize_jobs(simulation.jobs, simulation.nodes, targets).good_share
     assert good["two"] >= good["fixed"] > 0.9
     assert good["leaning"] >= good["fixed"]
+
+
+@pytest.mark.parametrize("policy", ["elastic", "prefix_aware"])
+def test_a_prefix_has_as_many_copies_as_its_demand_needs_nodes(policy: PlacementName) -> None:
+    """A prefix of 8,192 tokens with 2,048 of each request's own: one node serves two a second, thirty it doesn't. The
+    others pull it once."""
+    shape = ClusterShape(4, 850_000, 0, targets=Targets(2.0, 0.025), costs=CostModel(fetch_s_per_token=1 / 600_000))
+    num_copies, good = {}, {}
+    for rate in (2, 30):
+        own = [range(1000 + 4 * index, 1004 + 4 * index) for index in range(10 * rate)]
+        requests = [
+            TraceRequest(at / rate, 20 * TRACE_BLOCK, 20, (*range(16), *blocks)) for at, blocks in enumerate(own, rate)
+        ]
+        simulation = run(shape, request(0.0, range(16)), *requests, policy=policy)
+        first, *others = simulation.jobs
+        held = [node.cache.match(first.hashes)[0] for node in simulation.nodes]
+        num_copies[rate] = held.count(16)
+        report = summarize_jobs(simulation.jobs, simulation.nodes, shape.targets)
+        good[rate] = report.good_share
+        assert all(sum(job.hits.values()) == 16 * TRACE_BLOCK for job in others), "it is computed once"
+    assert num_copies[2] == 1
+    assert num_copies[30] >= 2
+    assert min(good.values()) == 1.0
