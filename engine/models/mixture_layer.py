@@ -85,7 +85,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
         ids_Tk, weights_Tk = route(linear(x_TE, self.gate.weight), self.routing, tally=self._tally(len(x_TE)))
-        return mixture(x_TE, ids_Tk, weights_Tk, self.experts.gate_up_proj, self.experts.down_proj)
+        experts, num_experts = self.experts, len(self.gate.weight)
+        return mixture(x_TE, ids_Tk, weights_Tk, experts.gate_up_proj, experts.down_proj, num_experts=num_experts)
 
     def forward_few_rows(self, residual_RE: torch.Tensor, gain_E: torch.Tensor, eps: float) -> None:
         """residual += mixture of the normalised residual, in four launches."""

@@ -34,13 +34,14 @@ def mixture(
     gate_up_XGE: Stack,
     down_XEF: Stack,
     clamp: Clamp | None = None,
+    num_experts: int | None = None,
 ) -> torch.Tensor:
     """[T, E] of x's type. `ids_Tk` int32, `weights_Tk` fp32: each token's experts and what they count. Matrices are
-    [X, 2 F, E], gate's outputs before up's, and [X, E, F]. NOT_HERE among the ids adds nothing. `clamp`: the gate isn't
-    SiLU."""
+    [X, 2 F, E], gate's outputs before up's, and [X, E, F]. NOT_HERE among the ids adds nothing; `num_experts` is then
+    how many there are, here and elsewhere. `clamp`: the gate isn't SiLU."""
     if not serves(x_TE, ids_Tk, gate_up_XGE, down_XEF, clamp):
         return twins.mixture(x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF, clamp=clamp)
-    plan = choose_plan(len(x_TE), _sizes(x_TE, ids_Tk, down_XEF, clamp))
+    plan = choose_plan(len(x_TE), _sizes(x_TE, ids_Tk, down_XEF, clamp), num_experts)
     assert plan is not None
     return run_plan(plan, x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF, clamp=clamp)
 

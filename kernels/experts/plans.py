@@ -95,13 +95,13 @@ def _largest(size: int, tiles: tuple[int, ...]) -> int:
     return next((tile for tile in tiles if size % tile == 0), 0)
 
 
-def choose_plan(num_tokens: int, sizes: MixtureSizes) -> MixturePlan | None:
-    """None: the kernels serve no such sizes."""
+def choose_plan(num_tokens: int, sizes: MixtureSizes, num_experts: int | None = None) -> MixturePlan | None:
+    """None: the kernels serve no such sizes. `num_experts`: of the model, where it has others elsewhere."""
     if num_tokens <= MOST_FEW_TOKENS:
         plan = few_plan(sizes)
         if plan is not None:
             return plan
-    mean = num_tokens * sizes.top_k / sizes.num_experts
+    mean = num_tokens * sizes.top_k / (num_experts or sizes.num_experts)
     return grouped_plan(next((tile for tile in TILES_M if tile >= SPARE * mean), TILES_M[-1]), sizes)
 
 

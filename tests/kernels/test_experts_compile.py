@@ -107,3 +107,6 @@ def test_every_number_of_tokens_takes_a_plan_that_was_tried() -> None:
         tried = every_plan(sizes)
         assert all(choose_plan(tokens, sizes) in tried for tokens in (*range(1, 300), 1000, 5000, 20000))
     assert choose_plan(8, MixtureSizes(4, 2, 60, 32)) is None
+    half = QWEN3_30B._replace(num_experts=64)
+    assert choose_plan(256, half, 128) == choose_plan(256, QWEN3_30B), "an expert has as many rows, wherever it is"
+    assert choose_plan(256, half) != choose_plan(256, QWEN3_30B)
