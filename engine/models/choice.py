@@ -94,10 +94,5 @@ def check_shares(folder: Path, options: ModelOptions, shard: Shard) -> int:
         from tandem.engine.models.hf.config import read_config
         from tandem.engine.models.hf.parallel import check_plan
 
-        if shard.expert_parallel:
-            raise ConfigError(
-                f"--enable-expert-parallel: {config.architecture} runs by transformers' modules, of whose experts each "
-                "GPU has a share; leave it out"
-            )
-        check_plan(read_config(folder), config.layers, size)
+        check_plan(read_config(folder), config.layers, shard)
     return config.num_kv_heads

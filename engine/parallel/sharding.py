@@ -51,12 +51,12 @@ class Shard:
 
     def _own_experts(self, mixture: MixtureConfig) -> MixtureConfig:
         if self.expert_parallel:
-            return msgspec.structs.replace(mixture, held=self._run(mixture.num_experts))
+            return msgspec.structs.replace(mixture, held=self.experts(mixture.num_experts))
         return msgspec.structs.replace(mixture, width=mixture.width // self.size)
 
-    def first_experts(self, num_experts: int) -> list[int]:
-        """Each rank's first, where experts are shared out whole."""
-        return [rank * num_experts // self.size for rank in range(self.size)]
+    def experts(self, num_experts: int) -> tuple[int, int]:
+        """The first expert of this rank and the one after its last, where experts are shared out whole."""
+        return self._run(num_experts)
 
     def num_kv_heads(self, num_all: int) -> int:
         """How many of a model's KV heads each rank holds."""

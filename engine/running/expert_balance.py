@@ -6,6 +6,7 @@ L layers with experts, X experts.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -74,4 +75,6 @@ def make_expert_balance(model: Model) -> ExpertBalance | None:
     shard = None if model.group is None else model.group.shard
     if shard is None or not shard.expert_parallel:
         return ExpertBalance(model.expert_counts)
-    return ExpertBalance(model.expert_counts, shard.first_experts(model.expert_counts.shape[1]))
+    num_experts = model.expert_counts.shape[1]
+    ranks = (replace(shard, rank=rank) for rank in range(shard.size))
+    return ExpertBalance(model.expert_counts, [each.experts(num_experts)[0] for each in ranks])

@@ -41,7 +41,17 @@ SET_FROM_OUTSIDE = {
     "engine/models/hf/encoder_trial.py": ("transformers", {"_attn_implementation"}),
     "engine/models/hf/loader.py": ("transformers", {"tandem_stacks"}),
     "engine/models/hf/low_rank.py": ("transformers", {"forward"}),
-    "engine/models/hf/parallel.py": ("transformers", {"tandem_cut", "tandem_heads", "num_key_value_groups"}),
+    "engine/models/hf/parallel.py": (
+        "transformers",
+        {
+            "tandem_cut",
+            "tandem_heads",
+            "num_key_value_groups",
+            "tandem_experts",
+            "num_experts",
+            "_is_expert_parallel",
+        },
+    ),
     "engine/models/hf/trial.py": ("transformers", {"_attn_implementation"}),
     "engine/process/process_log.py": ("logging", {"msg"}),
     "engine/process/watched.py": ("threading", {"excepthook"}),

@@ -9,7 +9,7 @@ CUDA graph can't hold: there a decode step's tokens go through all experts, whos
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.activations import SiLUActivation
@@ -19,27 +19,44 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from tandem.engine.models.hf.attention import NAME
 from tandem.engine.models.packed_experts import Stacks
 from tandem.kernels.experts import mixture
-from tandem.kernels.experts.plans import Clamp
+from tandem.kernels.experts.plans import NOT_HERE, Clamp
 
 SILU = (SiLUActivation, torch.nn.SiLU)
 REPLACED = "grouped_mm"  # transformers' choice for architectures that let it choose
 DENSE_TOKENS = 256  # so many go through all experts even in a step that is not captured; a guess
 
 
+class OwnExperts(NamedTuple):
+    """The experts of a rank that holds whole ones: `first` up to `end` of so many."""
+
+    first: int
+    end: int
+    num_experts: int
+
+    def ids(self, ids: torch.Tensor, elsewhere: int) -> torch.Tensor:
+        """The same ids, counted from the first here; `elsewhere` for others'."""
+        return torch.where((ids >= self.first) & (ids < self.end), ids - self.first, elsewhere)
+
+
 def experts_forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """hidden [T, E]; each token's experts and their weights [T, k] -> [T, E]. `module` holds all experts' matrices, or
-    `tandem_stacks` in place of them."""
+    `tandem_stacks` in place of them, or of `tandem_experts` alone."""
     stacks: Stacks | None = getattr(module, "tandem_stacks", None)
     if stacks is not None:
         clamp = Clamp(module.alpha, module.limit)
         return mixture.mixture(hidden_states, top_k_index.int(), top_k_weights.float(), *stacks, clamp)
+    own: OwnExperts | None = getattr(module, "tandem_experts", None)
     if hidden_states.is_cuda and _is_plain(module):
-        ids, matrices = top_k_index.int(), (module.gate_up_proj, module.down_proj)
+        ids = top_k_index.int() if own is None else own.ids(top_k_index, NOT_HERE).int()
+        matrices, of_all = (module.gate_up_proj, module.down_proj), None if own is None else own.num_experts
         if mixture.serves(hidden_states, ids, *matrices):
-            return mixture.mixture(hidden_states, ids, top_k_weights.float(), *matrices)
+            return mixture.mixture(hidden_states, ids, top_k_weights.float(), *matrices, num_experts=of_all)
     top_k_index = top_k_index.long()
+    if own is not None:
+        top_k_index = own.ids(top_k_index, module.num_experts)  # what transformers takes for experts elsewhere
+        top_k_weights = top_k_weights.masked_fill(top_k_index == module.num_experts, 0.0)
     asks_host = hidden_states.is_cuda and not _groups_on_device(hidden_states.device, hidden_states.dtype)
     if asks_host and (len(hidden_states) <= DENSE_TOKENS or torch.cuda.is_current_stream_capturing()):
         return all_experts(module, hidden_states, top_k_index, top_k_weights)
@@ -58,11 +75,11 @@ def _is_plain(module: Any) -> bool:
 def all_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The same by way of every expert for every token: no shape depends on values."""
+    """The same by way of every expert for every token: no shape depends on values. Ids beyond the experts weigh 0."""
     first = module.gate_up_proj if module.has_gate else module.up_proj
     bias = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias) if module.has_bias else None
     weight_XT = hidden_states.new_zeros(len(first), len(hidden_states), dtype=top_k_weights.dtype)
-    weight_XT.scatter_add_(0, top_k_index.t(), top_k_weights.t())
+    weight_XT.scatter_add_(0, top_k_index.clamp(max=len(first) - 1).t(), top_k_weights.t())
     inner = _product(module, hidden_states.expand(len(first), -1, -1), first, bias)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     outer_XTE = _product(module, inner, module.down_proj, module.down_proj_bias if module.has_bias else None)

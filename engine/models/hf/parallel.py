@@ -16,7 +16,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tandem.engine.contracts.errors import ConfigError
-from tandem.engine.models.hf.attention import OwnHeads
+from tandem.engine.models.hf.attention import NAME, OwnHeads
+from tandem.engine.models.hf.experts import OwnExperts
 from tandem.engine.models.hf.layers import LayerNeeds, build_empty, decoder_of, run_empty
 from tandem.engine.models.hf.towers import TOWERS
 from tandem.engine.parallel.sharding import Cut, Shard
@@ -59,8 +60,9 @@ def own_needs(needs: tuple[LayerNeeds, ...], shard: Shard) -> tuple[LayerNeeds, 
     return tuple(own)
 
 
-def check_plan(config: PreTrainedConfig, needs: tuple[LayerNeeds, ...], size: int) -> None:
-    """Raises ConfigError, which names the model, unless its plan shares it out over so many ranks."""
+def check_plan(config: PreTrainedConfig, needs: tuple[LayerNeeds, ...], shard: Shard) -> None:
+    """Raises ConfigError, which names the model, unless its plan shares it out over ranks like this one."""
+    size = shard.size
     what = f"--tensor-parallel-size {size}: {config.model_type}, which runs by transformers' modules,"
     if config.model_type in TOWERS:
         raise ConfigError(f"{what} reads images or sound, which it does on one GPU alone")
@@ -68,7 +70,6 @@ def check_plan(config: PreTrainedConfig, needs: tuple[LayerNeeds, ...], size: in
         kv_heads = layer.num_kv_heads
         if layer.num_heads % size or (kv_heads % size and size % kv_heads):
             raise ConfigError(f"{what} has {layer.num_heads} heads over {kv_heads} KV heads: no equal shares")
-    shard = Shard(0, size)
     model = build_empty(config)
     try:
         share_out(model, needs, shard, _Imagined(size))
@@ -92,6 +93,7 @@ def share_out(causal: PreTrainedModel, needs: tuple[LayerNeeds, ...], shard: Sha
     unknown = sorted({*plan.values()} - {*CUT_ROWS, *CUT_INPUTS, *WHOLE, "moe_tp_experts"})
     if unknown:
         raise ValueError(f"its plan asks for {', '.join(unknown)}, which we don't have")
+    num_mixtures = 0
     for name, module in list(decoder.named_modules()):
         if hasattr(module, "layer_idx") and int(module.layer_idx) < len(needs):
             come_whole = any(plan.get(_pattern(f"{name}.{child}")) == GATHERED for child, _ in module.named_children())
@@ -99,6 +101,10 @@ def share_out(causal: PreTrainedModel, needs: tuple[LayerNeeds, ...], shard: Sha
         style = plan.get(_pattern(name))
         if style == "moe_tp_experts":
             module.register_forward_hook(partial(_sum_output, exchange))
+            if shard.expert_parallel:
+                num_mixtures += 1
+                _keep_own_experts(module, shard)
+                continue
         elif style in (*CUT_ROWS, *CUT_INPUTS) and isinstance(module, nn.Linear):
             kv_heads = needs[0].num_kv_heads if name.endswith(OF_KV_HEADS) and style == "colwise" else None
             _cut_linear(module, style, shard, exchange, kv_heads)
@@ -106,7 +112,21 @@ def share_out(causal: PreTrainedModel, needs: tuple[LayerNeeds, ...], shard: Sha
             style = plan.get(_pattern(f"{name}.{own_name}"))
             if style in (*CUT_ROWS, *CUT_INPUTS):
                 _replace(module, own_name, _cut_experts(parameter, style, shard))
+    if shard.expert_parallel and not num_mixtures:
+        raise ValueError("it has no experts that its plan names: leave --enable-expert-parallel out")
     _cut_head(causal, shard)
+
+
+def _keep_own_experts(module: Any, shard: Shard) -> None:
+    """Leaves a mixture of `num_experts` those that are this rank's, whole."""
+    num_experts = module.num_experts
+    if num_experts < shard.size or module.config._experts_implementation != NAME:
+        raise ValueError(f"{num_experts} experts can't be spread: leave --enable-expert-parallel out")
+    first, end = shard.experts(num_experts)
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        _replace(module, name, _taken(parameter, Cut(0, first, end)))
+    module.tandem_experts = OwnExperts(first, end, num_experts)
+    module.num_experts, module._is_expert_parallel = end - first, True
 
 
 def _share_heads(module: Any, layer: LayerNeeds, shard: Shard, come_whole: bool) -> None:

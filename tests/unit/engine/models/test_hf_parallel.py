@@ -22,7 +22,8 @@ from tandem.engine.models.hf.model import HFModel
 from tandem.engine.parallel.sharding import Shard
 
 CPU = torch.device("cpu")
-SHARED_OUT = (("phi3", 2), ("olmo2", 4), ("gemma2", 4), ("qwen3_moe", 2))
+# Over so many ranks; below 0: ranks that hold whole experts.
+SHARED_OUT = (("phi3", 2), ("olmo2", 4), ("gemma2", 4), ("qwen3_moe", 2), ("qwen3_moe", -2))
 RARER = (
     "gpt_neox", "phi", "gemma3", "starcoder2", "cohere2", "granite", "smollm3", "mixtral", "glm4_moe",
 )  # fmt: skip
@@ -46,8 +47,8 @@ class Threads:
 class RankOfThreads:
     """One thread's end."""
 
-    def __init__(self, threads: Threads, rank: int) -> None:
-        self.shard, self._threads = Shard(rank, len(threads.parts)), threads
+    def __init__(self, threads: Threads, shard: Shard) -> None:
+        self.shard, self._threads = shard, threads
 
     def _all(self, part: torch.Tensor) -> list[torch.Tensor]:
         self._threads.parts[self.shard.rank] = part
@@ -91,16 +92,17 @@ def test_ranks_make_the_logits_of_the_whole_model(family: str, size: int, monkey
             threads.barrier.wait()
         return model
 
-    threads = Threads(size)
+    shards = [Shard(rank, abs(size), size < 0) for rank in range(abs(size))]
+    threads = Threads(len(shards))
     monkeypatch.setattr(loader, "_loaded", one_at_a_time)
-    check_shares(folder, ModelOptions(str(folder), model_impl="transformers"), Shard(0, size))
+    check_shares(folder, ModelOptions(str(folder), model_impl="transformers"), shards[0])
     config = load_config(
         folder, ModelOptions(str(folder), model_impl="transformers")
     )  # here, for it sets torch's default dtype for a while
     assert isinstance(config, HFConfig)
     whole = part_of(folder, config, None)
-    groups = [RankOfThreads(threads, rank) for rank in range(size)]
-    with ThreadPoolExecutor(size) as pool:
+    groups = [RankOfThreads(threads, shard) for shard in shards]
+    with ThreadPoolExecutor(len(groups)) as pool:
         parts = list(pool.map(lambda group: part_of(folder, config, group), groups))
         logits = list(pool.map(logits_of, parts))
     expected = logits_of(whole)
@@ -119,6 +121,12 @@ def test_a_model_without_a_plan_that_we_can_follow_is_refused(family: str) -> No
     folder = tiny_hf_model(family)
     with pytest.raises(ConfigError, match=f"{family}.* can't be shared out: .*({REFUSED[family]})"):
         check_shares(folder, ModelOptions(str(folder), model_impl="transformers"), Shard(0, 2))
+
+
+def test_a_model_without_experts_spreads_none() -> None:
+    folder = tiny_hf_model("gemma2")
+    with pytest.raises(ConfigError, match=r"no experts that its plan names: leave --enable-expert-parallel out"):
+        check_shares(folder, ModelOptions(str(folder), model_impl="transformers"), Shard(0, 2, True))
 
 
 def test_shares_are_equal() -> None:
