@@ -2,16 +2,19 @@
 
 python benchmarks/quantised.py              # ms a step and TB/s of weights by the shipped plans; TFLOP/s of prompts
 python benchmarks/quantised.py --sweep      # every plan worth trying, and the best of each product
+python benchmarks/quantised.py --sweep hopper --kinds fp8 --rows 64     # the same of the Hopper kernels
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from product_steps import PRODUCTS, measure_limits, random_matrix, replay_ms
@@ -19,13 +22,16 @@ from torch.nn import functional
 
 from tandem.kernels.products import quantised
 from tandem.kernels.products.fused_ops import silu_mul
+from tandem.kernels.products.matmul_plans import MANY_STEPS, SHARED_BYTES, Plan, RingPlan, RowsPlan, StreamPlan
 from tandem.kernels.products.quantised_plans import QuantisedPlan, choose_plan
 from tandem.kernels.products.quantised_weight import FP8, QuantisedWeight, quantise_fp8, quantise_int4
 
+AnyPlan = QuantisedPlan | Plan | None  # None: whatever `linear` takes
 GROUPS = {"fp8": 0, "fp8 blocks": 128, "int4": 128}
 NAMES = ("qkv", "o", "gate_up", "down")
 GATED = "gate_up"
 LADDER = (1, 16, 64, 128, 256)
+WRONG = 2e-2  # more than sums in few bits cost
 UNCACHED_BYTES = 250 << 20  # five times an H200's cache
 
 
@@ -38,15 +44,9 @@ def weight_of(kind: str, outputs: int, inputs: int) -> QuantisedWeight:
     return QuantisedWeight(made.values, made.scales.repeat(groups, 1), None, GROUPS[kind])
 
 
-def shipped(kind: str, rows: int, outputs: int, inputs: int) -> QuantisedPlan | None:
-    """None: the weight is made whole, or torch multiplies."""
-    return choose_plan(rows, outputs, inputs, GROUPS[kind], 4 if kind == "int4" else 8)
-
-
-def candidates(kind: str, rows: int, outputs: int, inputs: int) -> Iterator[QuantisedPlan | None]:
+def candidates(kind: str, rows: int, outputs: int, inputs: int) -> Iterator[QuantisedPlan]:
     """Plans worth trying: tiles, warps and stages; splits that make one to six programs for each multiprocessor."""
-    base = shipped(kind, rows, outputs, inputs)
-    yield base
+    base = choose_plan(rows, outputs, inputs, GROUPS[kind], 4 if kind == "int4" else 8)
     if base is None:
         return
     if base.tile_m == 1:
@@ -72,17 +72,69 @@ def candidates(kind: str, rows: int, outputs: int, inputs: int) -> Iterator[Quan
                 yield base._replace(tile_n=tile_n, warps=warps, stages=stages, splits=splits)
 
 
-def run_by(plan: QuantisedPlan | None, x: torch.Tensor, weight: QuantisedWeight, gated: bool) -> torch.Tensor:
+def hopper_candidates(kind: str, rows: int, outputs: int, inputs: int) -> Iterator[Plan]:
+    """Plans of the Hopper kernels worth trying, for a table tuned to a device."""
+    if rows == 1:
+        inputs_of_warp, tiles = (1024, (4, 8, 16)) if kind == "int4" else (512, (2, 4, 8))
+        for tile_n in tiles:
+            yield from (RowsPlan(tile_n, inputs_of_warp * warps, warps) for warps in (1, 2, 4))
+    elif kind == "fp8":
+        tile_m = next(tile for tile in (16, 32, 64, 128, 256) if rows <= tile or tile == 256)
+        for height, groups in ((64, 1), (128, 1), (64, 2), (128, 2)):
+            for width in {tile_m, min(tile_m, 128)}:
+                plan = RingPlan(height * groups, width, 128, 0, groups, 1)
+                stages = (SHARED_BYTES - 1024 - plan.shared_bytes) // ((plan.tile_n + width) * 128 + 16)
+                for fp8_steps in (4, MANY_STEPS) if plan.sums <= 64 else (MANY_STEPS,):
+                    yield plan._replace(stages=min(stages, 8), fp8_steps=fp8_steps)
+        for tile_n, tile_k in ((64, 256), (64, 128), (128, 128)) if rows <= 128 else ():
+            stages = min(2048 // tile_k, (160 << 10) // ((tile_n + tile_m) * tile_k))
+            yield from (
+                StreamPlan(tile_n, tile_m, tile_k, stages, 4, programs, lead)
+                for programs in (96, 128, 132)
+                for lead in (0, 2)
+            )
+
+
+def plans_of(sweep: str, kind: str, rows: int, name: str) -> list[AnyPlan]:
+    sizes = rows, *PRODUCTS[name][:2]
+    if sweep == "hopper":
+        plans = [plan for plan in hopper_candidates(kind, *sizes) if plan.is_valid(*sizes)]
+        return [None, *plans] if plans else []
+    return [None, *candidates(kind, *sizes)] if sweep else [None]
+
+
+class Case(NamedTuple):
+    """What one compiled kernel serves, by the sizes of the smallest product that takes it."""
+
+    kind: str
+    plan: AnyPlan
+    rows: int
+    outputs: int
+    inputs: int
+    gated: bool
+
+
+def case_of(kind: str, plan: AnyPlan, rows: int, name: str) -> Case:
+    outputs, inputs, _ = PRODUCTS[name]
+    if plan is None:
+        return Case(kind, plan, rows, outputs, inputs, name == GATED)
+    if isinstance(plan, RowsPlan):
+        return Case(kind, plan, 1, 256, inputs, name == GATED)
+    plan = plan._replace(programs=1, lead=0) if isinstance(plan, StreamPlan) else plan
+    return Case(kind, plan, plan.tile_m, 256, 4096, name == GATED)
+
+
+def run_by(plan: AnyPlan, x: torch.Tensor, gated: bool, weight: QuantisedWeight) -> torch.Tensor:
     if plan is None:
         return quantised.linear(x, weight, silu=gated)
     return quantised.run_plan(plan, x, weight, silu=gated)
 
 
-def compile_plan(case: tuple[str, QuantisedPlan | None, bool]) -> str:
+def compile_case(case: Case) -> str:
     """Runs one small product, so that its kernel lies in Triton's cache; -> why it can't be used, or ''."""
-    kind, plan, gated = case
     try:
-        run_by(plan, random_matrix(plan.tile_m if plan else 256, 4096), weight_of(kind, 256, 4096), gated)
+        weight = weight_of(case.kind, case.outputs, case.inputs)
+        run_by(case.plan, random_matrix(case.rows, case.inputs), case.gated, weight)
         torch.cuda.synchronize()
     except Exception as failure:
         return f"{type(failure).__name__}: {str(failure)[:80]}"
@@ -97,8 +149,11 @@ def error_of(out: torch.Tensor, expected: torch.Tensor) -> float:
     return ((out.float() - expected).norm() / expected.norm()).item()
 
 
-def expected_of(x: torch.Tensor, weight: QuantisedWeight, gated: bool) -> torch.Tensor:
-    product = functional.linear(x.float(), weight.dequantised(torch.float32))
+def expected_of(kind: str, x: torch.Tensor, weight: QuantisedWeight, gated: bool) -> torch.Tensor:
+    """The product of what is multiplied: over fp8 of more rows than one that are e4m3, too."""
+    rounds = kind != "int4" and len(x) > 1
+    values, scales = quantised.quantise_rows(x) if rounds else (x, torch.ones((), device=x.device))
+    product = functional.linear(values.float() * scales, weight.dequantised(torch.float32))
     return silu_mul(product, 8) if gated else product
 
 
@@ -109,49 +164,50 @@ def copies_of(kind: str, outputs: int, inputs: int) -> list[QuantisedWeight]:
     return [first] + [replace(first, values=first.values.clone()) for _ in range(number - 1)]
 
 
-def decode_steps(kinds: list[str], ladder: list[int], sweep: bool) -> None:
+def compiled_cases(kinds: list[str], ladder: list[int], sweep: str) -> dict[Case, str]:
+    """Every kernel, by several processes -> why it can't be used, or ''."""
     cases = {
-        (kind, plan, name == GATED)
+        case_of(kind, plan, rows, name)
         for kind in kinds
         for rows in ladder
         for name in NAMES
-        for plan in (candidates if sweep else lambda *sizes: [shipped(*sizes)])(kind, rows, *PRODUCTS[name][:2])
+        for plan in plans_of(sweep, kind, rows, name)
     }
+    ordered = sorted(cases, key=repr)
     with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
-        ordered = sorted(cases, key=repr)
-        reasons = dict(zip(ordered, pool.map(compile_plan, ordered, chunksize=1), strict=True))
+        reasons = dict(zip(ordered, pool.map(compile_case, ordered, chunksize=1), strict=True))
     for case, why in reasons.items():
         if why:
             print(f"left out {case}: {why}")
-    print(
-        f"{len(cases)} kernels\n{'kind':10} {'rows':>4} {'ms of 32 layers':>15} {'TB/s':>6}; us a product, error, plan"
-    )
+    print(f"{len(cases)} kernels; of each product us, error, plan (None: what serves)", flush=True)
+    return reasons
+
+
+def decode_steps(kinds: list[str], ladder: list[int], sweep: str) -> None:
+    reasons = compiled_cases(kinds, ladder, sweep)
     for kind in kinds:
         weights = {name: copies_of(kind, *PRODUCTS[name][:2]) for name in NAMES}
         for rows in ladder:
-            total, told, num_bytes = 0.0, [], 0
+            if not plans_of(sweep, kind, rows, GATED):
+                continue
+            total, num_bytes = 0.0, 0
             for name in NAMES:
-                outputs, inputs, _ = PRODUCTS[name]
-                x, gated = random_matrix(rows, inputs), name == GATED
-                times, expected = {}, expected_of(x, weights[name][0], gated)
-                plans = (
-                    set(candidates(kind, rows, outputs, inputs)) if sweep else {shipped(kind, rows, outputs, inputs)}
-                )
-                for plan in sorted(plans, key=repr):
-                    if not reasons[kind, plan, gated]:
-                        run = functools.partial(run_by, plan, x, gated=gated)
-                        rounds = kind != "int4" and rows > 1
-                        if (error := error_of(run(weights[name][0]), expected)) < (5e-2 if rounds else 1e-2):
-                            times[plan] = microseconds(run, weights[name]), error
-                        else:
-                            print(f"wrong by {error:.1e}: {kind} {rows} {name} {plan}")
-                for plan in sorted(times, key=lambda plan: times[plan])[: 3 if sweep else 1]:
-                    said = ",".join(map(str, plan)) if plan else "no plan"
-                    told.append(f"{name} {times[plan][0]:.1f} {times[plan][1]:.0e} {said}")
-                total += min((time for time, _ in times.values()), default=float("nan"))
+                x, gated = random_matrix(rows, PRODUCTS[name][1]), name == GATED
+                times: dict[AnyPlan, float] = {}
+                errors, expected = {}, expected_of(kind, x, weights[name][0], gated)
+                for plan in dict.fromkeys(plans_of(sweep, kind, rows, name)):
+                    if not reasons[case_of(kind, plan, rows, name)]:
+                        run = functools.partial(run_by, plan, x, gated)
+                        errors[plan] = error_of(run(weights[name][0]), expected)
+                        times[plan] = microseconds(run, weights[name]) if errors[plan] < WRONG else math.inf
+                best = sorted(times, key=lambda plan: times[plan])
+                shown = best if not sweep else [*best[:4], *([None] if None in best[4:] else [])]
+                told = "; ".join(f"{times[plan]:.1f} {errors[plan]:.0e} {plan and tuple(plan)}" for plan in shown)
+                print(f"  {kind:10} {rows:4} {name:8} {told}", flush=True)
+                total += min(times.values(), default=math.nan)
                 num_bytes += weights[name][0].num_bytes
             print(
-                f"{kind:10} {rows:4} {total * 32e-3:15.2f} {num_bytes / total / 1e6:6.2f}; {'; '.join(told)}",
+                f"{kind:10} {rows:4} rows: {total * 32e-3:.2f} ms of 32 layers, {num_bytes / total / 1e6:.2f} TB/s",
                 flush=True,
             )
 
@@ -198,7 +254,7 @@ def prompts(rows: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sweep", nargs="?", const="triton", default="", choices=("triton", "hopper"))
     parser.add_argument("--kinds", nargs="+", default=list(GROUPS))
     parser.add_argument("--rows", type=int, nargs="+", default=LADDER)
     parser.add_argument("--prompt-rows", type=int, nargs="*", default=[8192])

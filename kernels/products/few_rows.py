@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from tandem.kernels.products import product_trials
 from tandem.kernels.products.fused_ops import is_fused, silu_mul
+from tandem.kernels.products.matmul_device import is_hopper
 from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, RowsPlan
-from tandem.kernels.triton_kernels.gluon_support import why_no_gluon
 
 MOST_ROWS = 2  # docs/measurements.md#steps-of-few-rows
 # Weights: the kernel of a larger one has no time to spare for a norm, measured; docs/measurements.md#steps-of-few-rows.
@@ -43,7 +43,7 @@ def pays(num_rows: int, products: tuple[tuple[int, int], ...]) -> bool:
 
 def serves(x_RE: torch.Tensor, products: tuple[tuple[int, int], ...]) -> bool:
     """Whether a step of rows like these takes this way."""
-    if not is_fused(x_RE) or x_RE.dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(x_RE.device):
+    if not is_fused(x_RE) or x_RE.dtype not in (torch.bfloat16, torch.float16) or not is_hopper(x_RE.device):
         return False
     return pays(x_RE.shape[0], products) and _are_right(x_RE.shape[0], products, x_RE.dtype, x_RE.device)
 
@@ -94,11 +94,6 @@ def _trial_tensors(
     x = product_trials.random_matrix(num_rows, num_inputs, seed=1, **kind)
     gain = 1 + product_trials.random_matrix(1, num_inputs, seed=2, **kind)[0]
     return x, gain, product_trials.random_matrix(num_outputs, num_inputs, seed=3, **kind)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0) and not why_no_gluon()
 
 
 def norm_linear(

@@ -12,46 +12,28 @@ may write a weight on the stream just before its use, except one that itself doe
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import torch
 from torch.nn import functional
 
 from tandem.kernels.products import few_rows, product_trials, quantised
 from tandem.kernels.products.fused_ops import is_fused, silu_mul
+from tandem.kernels.products.matmul_device import table_of, workspace_of
 from tandem.kernels.products.matmul_plans import (
     GATE_UP_GROUP,
     LONGEST_TUNED,
-    WORKSPACE_WORDS,
     Plan,
     RingPlan,
     StreamPlan,
-    Table,
     choose_plan,
-    parse_table,
 )
 from tandem.kernels.products.quantised import RoundedRows
 from tandem.kernels.products.quantised_weight import QuantisedWeight
-from tandem.kernels.triton_kernels.gluon_support import why_no_gluon
 
 __all__ = [
-    "GATE_UP_GROUP", "LONGEST_TUNED", "MatmulWorkspace", "can_start_late", "group_gate_up", "linear", "linear_silu_mul",
+    "GATE_UP_GROUP", "LONGEST_TUNED", "can_start_late", "group_gate_up", "linear", "linear_silu_mul",
     "prepare", "run_plan", "table_of",
 ]  # fmt: skip
-
-
-class MatmulWorkspace:
-    """Unfinished sums of the products of one stream; a word is EMPTY until a product leaves a sum there, and is emptied
-    again by the same product."""
-
-    EMPTY = -1
-
-    def __init__(self, device: torch.device) -> None:
-        self.words = torch.full((WORKSPACE_WORDS,), self.EMPTY, dtype=torch.int32, device=device)
-
-    def check_integrity(self) -> None:
-        """Waits for the device; between products every word is empty."""
-        assert bool((self.words == self.EMPTY).all()), "a product left sums behind"
 
 
 def linear(
@@ -115,19 +97,7 @@ def prepare(device: torch.device | str) -> None:
     device = torch.device(device)
     quantised.prepare(device)
     if device.type == "cuda" and table_of(device):
-        _workspace(device)
-
-
-@functools.cache
-def table_of(device: torch.device) -> Table:
-    """The table tuned for this device; empty where none was or the kernel can't run."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0) or why_no_gluon():
-        return {}
-    properties = torch.cuda.get_device_properties(device)
-    file = Path(__file__).parent / "tuned" / f"matmul_{properties.name.replace(' ', '_')}.json"
-    if properties.multi_processor_count != 132 or not file.is_file():
-        return {}
-    return parse_table(file.read_text())
+        workspace_of(device)
 
 
 def run_plan(
@@ -183,13 +153,6 @@ def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
     return result if out is None else out.copy_(result)
 
 
-@functools.cache
-def _workspace(device: torch.device) -> MatmulWorkspace:
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("the first product of a device is being captured: call kernels.matmul.prepare(device) first")
-    return MatmulWorkspace(device)
-
-
 def _by_plan(
     plan: Plan,
     x_MK: torch.Tensor,
@@ -205,5 +168,5 @@ def _by_plan(
     num_rows, num_outputs = x_MK.shape[0], weight_NK.shape[0] // (2 if silu else 1)
     if out is None:
         out = torch.empty((num_rows, num_outputs), dtype=x_MK.dtype, device=x_MK.device)
-    launch(plan, x_MK, weight_NK, out, _workspace(x_MK.device).words, bias_N=bias_N, silu=silu, late=late)
+    launch(plan, x_MK, weight_NK, out, workspace_of(x_MK.device).words, bias_N=bias_N, silu=silu, late=late)
     return out

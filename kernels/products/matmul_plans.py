@@ -14,6 +14,7 @@ LONGEST_TUNED = 320  # rows
 MAX_PROGRAMS = 264  # two on each multiprocessor
 MULTIPROCESSORS = 132  # an H100's and an H200's
 WORKSPACE_WORDS = MULTIPROCESSORS * 128 * 256
+MANY_STEPS = 1 << 10  # along K, more than products have
 SHARED_BYTES = 227 << 10  # a program's limit on Hopper
 
 
@@ -57,6 +58,7 @@ class RingPlan(NamedTuple):
     tile_k: int
     stages: int
     groups: int
+    fp8_steps: int = 0  # over e4m3: so many K steps are summed in few bits, MANY_STEPS: all; 0: over 16 bits
 
     @property
     def height(self) -> int:
@@ -78,8 +80,13 @@ class RingPlan(NamedTuple):
         return self.tile_m // self.parts
 
     @property
+    def item_bytes(self) -> int:
+        """What a weight takes."""
+        return 1 if self.fp8_steps else 2
+
+    @property
     def shared_bytes(self) -> int:
-        ring = self.stages * ((self.tile_n + self.tile_m) * self.tile_k * 2 + 16)
+        ring = self.stages * ((self.tile_n + self.tile_m) * self.tile_k * self.item_bytes + 16)
         return ring + self.tile_n * self.rows_stored * 2
 
     def lanes(self, num_rows: int) -> int:
@@ -108,14 +115,14 @@ class RowsPlan(NamedTuple):
 
 Plan = StreamPlan | RingPlan | RowsPlan
 PLANS: dict[int, type[StreamPlan] | type[RingPlan] | type[RowsPlan]] = {
-    len(kind._fields): kind for kind in (StreamPlan, RingPlan, RowsPlan)
-}
+    7: StreamPlan, 6: RingPlan, 5: RingPlan, 3: RowsPlan
+}  # fmt: skip
 Table = Mapping[tuple[int, int], tuple[tuple[int, "Plan | None"], ...]]
 
 
 def parse_table(text: str) -> Table:
     """Reads JSON {"products": {"N,K": [[rows, plan or null], ...]}}: rows rising; a plan lists the fields of a
-    StreamPlan (seven), a RingPlan (five) or a RowsPlan (three). ValueError for anything else."""
+    StreamPlan (seven), a RingPlan (five, or six) or a RowsPlan (three). ValueError for anything else."""
     table = {}
     for sizes, steps in json.loads(text)["products"].items():
         num_outputs, num_inputs = (int(size) for size in sizes.split(","))
@@ -129,7 +136,7 @@ def _parse_plan(fields: list[int] | None) -> Plan | None:
     if fields is None:
         return None
     if len(fields) not in PLANS:
-        raise ValueError(f"a plan of {len(fields)} fields, expected 3, 5 or 7: write the table anew")
+        raise ValueError(f"a plan of {len(fields)} fields, expected 3, 5, 6 or 7: write the table anew")
     return PLANS[len(fields)](*fields)
 
 

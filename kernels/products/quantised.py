@@ -1,8 +1,9 @@
 """Products over quantised weights: y = x @ weight^T.
 
-Up to some hundred rows the kernel of triton_kernels/products/matmul_quantised.py reads each weight once. Over fp8
-weights rows, but one alone, are rounded to e4m3 as well, with a scale a row. Prompts over fp8 weights with a scale an
-output are multiplied so by torch; other prompts, and devices without Triton, have the weight made whole first.
+Up to some hundred rows the kernel of triton_kernels/products/matmul_quantised.py reads each weight once. On Hopper one
+row has matmul_rows_scaled.py, and over fp8 weights with a scale an output more rows have the kernels of 16 bits. Over
+fp8 weights rows, but one alone, are rounded to e4m3 as well, with a scale a row. Prompts over fp8 weights with a scale
+an output are multiplied so by torch; other prompts, and devices without Triton, have the weight made whole first.
 
 M rows, N outputs, K inputs.
 """
@@ -17,8 +18,9 @@ from torch.nn import functional
 
 from tandem.kernels.products import product_trials
 from tandem.kernels.products.fused_ops import is_fused, rms_norm, silu_mul
-from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, SHARED_BYTES
-from tandem.kernels.products.quantised_plans import MOST_TILES, QuantisedPlan, choose_plan
+from tandem.kernels.products.matmul_device import is_hopper, workspace_of
+from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, SHARED_BYTES, Plan, RowsPlan, StreamPlan
+from tandem.kernels.products.quantised_plans import MOST_TILES, QuantisedPlan, choose_hopper_plan, choose_plan
 from tandem.kernels.products.quantised_weight import FP8, FP8_MAX, QuantisedWeight, quantise_fp8, quantise_int4
 
 PREFERRED_SCALED_ROWS = 129  # from here torch's fp8 products come before the kernel, whose tiles are 128; a guess
@@ -63,7 +65,7 @@ def linear(
 def rounds(x_MK: torch.Tensor, weight: QuantisedWeight) -> bool:
     """Whether `linear` rounds x to e4m3, so that a norm before it may."""
     plan = _plan(x_MK, weight, silu=False)
-    takes = _takes_scaled(x_MK, weight) if plan is None else plan.rounded
+    takes = _takes_scaled(x_MK, weight) if plan is None else _takes_rounded(plan)
     return takes and _norms_round_right(x_MK.dtype, x_MK.device)
 
 
@@ -100,7 +102,9 @@ def made_whole(weight: QuantisedWeight, x_MK: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def run_plan(plan: QuantisedPlan, x_MK: torch.Tensor, weight: QuantisedWeight, *, silu: bool = False) -> torch.Tensor:
+def run_plan(
+    plan: QuantisedPlan | Plan, x_MK: torch.Tensor, weight: QuantisedWeight, *, silu: bool = False
+) -> torch.Tensor:
     """The product by a given plan: for tuning and tests."""
     return _by_plan(plan, x_MK, weight, None, silu)
 
@@ -140,9 +144,11 @@ def prepare(device: torch.device) -> None:
     """Makes what products share, before graphs are captured."""
     if device.type == "cuda":
         arrivals_of(device)
+    if is_hopper(device):
+        workspace_of(device)
 
 
-def _plan(x_MK: torch.Tensor | RoundedRows, weight: QuantisedWeight, silu: bool) -> QuantisedPlan | None:
+def _plan(x_MK: torch.Tensor | RoundedRows, weight: QuantisedWeight, silu: bool) -> QuantisedPlan | Plan | None:
     values = x_MK.values if isinstance(x_MK, RoundedRows) else x_MK
     if not is_fused(values) or values.dim() != 2 or x_MK.dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -162,27 +168,36 @@ def _chosen(
     dtype: torch.dtype,
     device: torch.device,
     silu: bool,
-) -> QuantisedPlan | None:
+) -> QuantisedPlan | Plan | None:
     if torch.cuda.get_device_capability(device) < (8, 9):
         return None
     of_weight = group, bits, scale_dtype, dtype, device
     # torch's stubs don't know this property.
     shared_bytes = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES)
     may_round = dtype == torch.bfloat16
+    if may_round and is_hopper(device) and (num_rows == 1 or scale_dtype == torch.float32):
+        tuned = choose_hopper_plan(num_rows, *shape, group, bits)
+        if tuned is not None and _is_right(tuned, shape[1], *of_weight, silu):
+            return tuned
     prefers_scaled = may_round and bits == 8 and not group and num_rows >= PREFERRED_SCALED_ROWS
     if prefers_scaled and _may_scale(shape) and _scaled_is_right(device):
         return None
     for rounding in (True, False) if may_round else (False,):
         plan = choose_plan(num_rows, *shape, group, bits, may_round=rounding)
         plan = None if plan is None else plan.fitting(shared_bytes, bits)
-        if plan is not None and _is_right(plan, *of_weight, silu):
+        if plan is not None and _is_right(plan, 4 * plan.splits * max(plan.tile_k, group), *of_weight, silu):
             return plan
     return None
 
 
+def _takes_rounded(plan: QuantisedPlan | Plan) -> bool:
+    return plan.rounded if isinstance(plan, QuantisedPlan) else not isinstance(plan, RowsPlan)
+
+
 @functools.cache
 def _is_right(
-    plan: QuantisedPlan,
+    plan: QuantisedPlan | Plan,
+    num_inputs: int,
     group: int,
     bits: int,
     scale_dtype: torch.dtype,
@@ -191,8 +206,9 @@ def _is_right(
     silu: bool,
 ) -> bool:
     """Tried on some tiles, with a row less than a tile's."""
-    num_inputs = 4 * plan.splits * max(plan.tile_k, group)
-    x = product_trials.random_matrix(max(1, plan.tile_m - 1), num_inputs, dtype, device, 1)
+    plan = plan._replace(lead=0) if isinstance(plan, StreamPlan) else plan  # as fits many tiles
+    tile_m = 1 if isinstance(plan, RowsPlan) else plan.tile_m
+    x = product_trials.random_matrix(max(1, tile_m - 1), num_inputs, dtype, device, 1)
     plain = product_trials.random_matrix(4 * plan.tile_n, num_inputs, torch.float32, device, 2)
     if bits == 4:
         weight = quantise_int4(plain, group, scale_dtype)
@@ -204,7 +220,7 @@ def _is_right(
         weight = quantise_fp8(plain)
 
     def expected() -> torch.Tensor:
-        values, scales = quantise_rows(x) if plan.rounded else (x, 1)
+        values, scales = quantise_rows(x) if _takes_rounded(plan) else (x, 1)
         product = functional.linear(values.float() * scales, weight.dequantised(torch.float32))
         return silu_mul(product, GATE_UP_GROUP) if silu else product
 
@@ -214,21 +230,33 @@ def _is_right(
 
 
 def _by_plan(
-    plan: QuantisedPlan,
+    plan: QuantisedPlan | Plan,
     x_MK: torch.Tensor | RoundedRows,
     weight: QuantisedWeight,
     bias_N: torch.Tensor | None,
     silu: bool,
 ) -> torch.Tensor:
-    from tandem.kernels.triton_kernels.products.matmul_quantised_launch import launch
+    from tandem.kernels.triton_kernels.products import matmul_quantised_launch
 
     num_outputs, device = weight.shape[0] // (2 if silu else 1), weight.values.device
     out = torch.empty((x_MK.shape[0], num_outputs), dtype=x_MK.dtype, device=device)
-    if plan.rounded:
+    if _takes_rounded(plan):
         x, x_scales = quantise_rows(x_MK)
     else:
         x, x_scales = x_MK.whole() if isinstance(x_MK, RoundedRows) else x_MK, None
-    launch(plan, x, weight, out, arrivals_of(device), bias_N=bias_N, silu=silu, x_scales=x_scales)
+    if isinstance(plan, QuantisedPlan):
+        matmul_quantised_launch.launch(
+            plan, x, weight, out, arrivals_of(device), bias_N=bias_N, silu=silu, x_scales=x_scales
+        )
+        return out
+    from tandem.kernels.triton_kernels.products import matmul_launch  # Gluon's, which not every Triton has
+
+    if isinstance(plan, RowsPlan):
+        matmul_launch.launch_rows_scaled(plan, x, weight, out, bias_N=bias_N, silu=silu)
+    else:
+        assert x_scales is not None
+        words, scales = workspace_of(device).words, (weight.scales, x_scales)
+        matmul_launch.launch(plan, x, weight.values, out, words, bias_N=bias_N, silu=silu, scales=scales)
     return out
 
 

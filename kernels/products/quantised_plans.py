@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tandem.kernels.products.matmul_plans import MANY_STEPS, MULTIPROCESSORS, Plan, RingPlan, RowsPlan, StreamPlan
+
 # Rows; beyond, weights are few beside the work, and products take the way of prompts: of 4 bits measured
 # (docs/measurements.md#weights-of-8-and-4-bits), of 8 a guess.
 MOST_ROWS = {8: 256, 4: 128}
@@ -14,6 +16,12 @@ MANY_OUTPUTS = 16384  # from here tiles of 128 outputs keep all multiprocessors 
 LEAST_STEPS = 4  # along K of a split; a guess
 MOST_SPLITS = 8  # as many as were measured to pay: docs/measurements.md#weights-of-8-and-4-bits
 PREFETCHED = 1024  # bytes of a row, so 64 KiB of a tile; a guess
+# What tells the sizes of an 8B Llama's products apart on Hopper: docs/measurements.md#weights-of-8-and-4-bits.
+SMALL = 16 << 20  # weights
+MANY_INPUTS = 8192
+MANY_TILES = 96  # of 64 outputs
+FEW_REGISTERS = 128  # of a thread: docs/measurements.md#weights-of-8-and-4-bits
+PROGRAMS_OF_FEW_REGISTERS = 4 * MULTIPROCESSORS  # that run at once; likewise
 MOST_TILES = 1 << 16  # for whose arrivals there is room
 
 
@@ -28,6 +36,7 @@ class QuantisedPlan(NamedTuple):
     stages: int
     prefetch: int = 0  # bytes of each row's share that are asked for before the preceding kernel has ended
     rounded: bool = False  # activations become e4m3, for fp8 products
+    registers: int = 0  # of a thread, at most; 0: as many as the compiler wants
 
     def fitting(self, shared_bytes: int, bits: int) -> QuantisedPlan:
         """This plan with no more stages than a program's shared memory holds, at least two. A stage holds a tile of
@@ -61,7 +70,10 @@ def choose_plan(
         128 if wide else 64, tile_m, whole, 1, 8 if tile_m == 128 and not rounded else 4, stages, PREFETCHED, rounded
     )
     tiles = plan.tiles(num_rows, num_outputs)
-    plan = plan._replace(splits=_splits(tiles, num_inputs // whole, is_narrow=bits == 4 and tile_m < 64))
+    if bits == 4 and tile_m == 16 and tiles > MULTIPROCESSORS:
+        plan = plan._replace(splits=max(1, PROGRAMS_OF_FEW_REGISTERS // tiles), registers=FEW_REGISTERS)
+    else:
+        plan = plan._replace(splits=_splits(tiles, num_inputs // whole, is_narrow=bits == 4 and tile_m < 64))
     return plan if tiles <= MOST_TILES else None
 
 
@@ -75,3 +87,29 @@ def _splits(tiles: int, steps: int, *, is_narrow: bool) -> int:
     while tiles * splits < 192 and 2 * splits <= most:
         splits *= 2
     return splits
+
+
+def choose_hopper_plan(num_rows: int, num_outputs: int, num_inputs: int, group: int, bits: int) -> Plan | None:
+    """A plan of the Hopper kernels, for activations in bf16: of one row, and of more over fp8 with a scale an output.
+    Plans: docs/measurements.md#weights-of-8-and-4-bits."""
+    sizes = num_rows, num_outputs, num_inputs
+    plans: list[Plan] = []
+    if num_rows == 1 and num_outputs % 16 == 0 and group % 32 == 0:
+        is_small = bits == 8 and num_outputs * num_inputs <= SMALL
+        warps_of = (4, 2, 1) if is_small else (2, 1)
+        plans = [RowsPlan(32 // bits, 4096 // bits * warps, warps) for warps in warps_of]
+    elif bits == 8 and not group and num_rows <= MOST_ROWS[8] and num_outputs % 16 == 0 and num_inputs % 128 == 0:
+        plans = _tensor_core_plans(*sizes)
+    return next((plan for plan in plans if plan.is_valid(*sizes)), None)
+
+
+def _tensor_core_plans(num_rows: int, num_outputs: int, num_inputs: int) -> list[Plan]:
+    tile_m = 64 if num_rows <= 64 else 128
+    if num_outputs >= MANY_OUTPUTS:
+        return [RingPlan(256, tile_m, 128, 4, 2, MANY_STEPS)]
+    tiles = -(-num_outputs // 64)
+    if num_rows <= 64 and num_inputs >= MANY_INPUTS and 2 * tiles <= MULTIPROCESSORS:
+        return [StreamPlan(64, 64, 256, 5, 4, 2 * tiles, 2)]
+    if num_rows > 128 and tiles >= MANY_TILES:
+        return [RingPlan(128, 128, 128, 6, 2, MANY_STEPS)]
+    return [RingPlan(64, tile_m, 128, 8, 1, 4 if num_inputs >= MANY_INPUTS and num_rows > 128 else MANY_STEPS)]

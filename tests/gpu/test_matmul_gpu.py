@@ -10,7 +10,7 @@ import torch
 from gpu_checks import ON_HOPPER, relative_error
 from torch.nn import functional
 
-from tandem.kernels.products import matmul
+from tandem.kernels.products import matmul, matmul_device
 from tandem.kernels.products.matmul_plans import Plan, RingPlan, RowsPlan, StreamPlan, parse_table
 
 pytestmark = ON_HOPPER
@@ -41,7 +41,7 @@ ODD = [
 @pytest.fixture(autouse=True)
 def workspace_stays_empty() -> Iterator[None]:
     yield
-    matmul._workspace(torch.device("cuda", 0)).check_integrity()
+    matmul_device.workspace_of(torch.device("cuda", 0)).check_integrity()
 
 
 def random_matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -139,7 +139,7 @@ def test_a_chain_in_a_graph_gives_what_single_launches_give() -> None:
 
 
 def test_capturing_before_prepare_is_refused() -> None:
-    matmul._workspace.cache_clear()
+    matmul_device.workspace_of.cache_clear()
     graph = torch.cuda.CUDAGraph()
     x, weight = random_matrix(8, 4096), random_weight(4096, 4096)
     with pytest.raises(RuntimeError, match="the first product of a device"), torch.cuda.graph(graph):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_checks import relative_error
+from gpu_checks import ON_HOPPER, relative_error
 from near_ties import check_against_reference
 from quantised_checkpoints import quantised_folders
 from torch.nn import functional
@@ -15,6 +15,7 @@ from in_process_cluster import client_of, cuda_pair
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.kernels.products import quantised
 from tandem.kernels.products.fused_ops import add_rms_norm, silu_mul
+from tandem.kernels.products.matmul_plans import RingPlan, RowsPlan, StreamPlan
 from tandem.kernels.products.quantised_weight import QuantisedWeight, quantise_fp8, quantise_int4
 from tiny_models import random_prompt, tiny_model
 
@@ -59,6 +60,37 @@ def test_few_rows_are_products_with_the_weights_made_whole(kind: str, outputs: i
         assert relative_error(quantised.linear(x, weight, silu=True), silu_mul(product, 8)) < 6e-3
     assert not quantised.arrivals_of(CUDA).any()
     assert relative_error(quantised.made_whole(weight, x), whole) < 4e-3
+
+
+@ON_HOPPER[1]
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_row_goes_by_whole_outputs(kind: str) -> None:
+    for outputs, inputs in ((4096, 4096), (4096, 14336)):
+        x, weight = torch.randn(1, inputs, device=CUDA).bfloat16(), weight_of(kind, outputs, inputs)
+        assert isinstance(quantised._plan(x, weight, silu=False), RowsPlan), "failed its trial"
+        assert isinstance(quantised._plan(x, weight, silu=True), RowsPlan), "failed its trial"
+        x[0, 5] = torch.nan
+        assert quantised.linear(x, weight).isnan().all()
+
+
+@ON_HOPPER[1]
+@pytest.mark.parametrize("rows", [3, 100])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        StreamPlan(64, 64, 128, 8, 4, 132, 0),
+        StreamPlan(64, 64, 256, 5, 4, 128, 2),
+        RingPlan(64, 128, 128, 8, 1, 4),
+        RingPlan(64, 256, 128, 4, 1, 1024),
+    ],
+)
+def test_hopper_products_take_e4m3(plan: StreamPlan | RingPlan, rows: int) -> None:
+    weight, x = weight_of("fp8", 4096, 4096), torch.randn(rows, 4096, device=CUDA).bfloat16()
+    assert plan.is_valid(rows, *weight.shape)
+    values, scales = quantised.quantise_rows(x)
+    product = functional.linear(values.float() * scales, weight.dequantised(torch.float32))
+    assert relative_error(quantised.run_plan(plan, x, weight), product) < 5e-3
+    assert relative_error(quantised.run_plan(plan, x, weight, silu=True), silu_mul(product, 8)) < 6e-3
 
 
 @pytest.mark.parametrize("rows", [2, 64, 1000])

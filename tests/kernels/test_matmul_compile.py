@@ -21,9 +21,11 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from tandem.kernels.products import matmul  # noqa: E402
 from tandem.kernels.products.matmul_plans import SHARED_BYTES, Plan, RingPlan, RowsPlan, StreamPlan, parse_table  # noqa: E402
+from tandem.kernels.products.quantised_plans import choose_hopper_plan  # noqa: E402
 from tandem.kernels.triton_kernels.products import matmul_launch  # noqa: E402
 from tandem.kernels.triton_kernels.products.matmul_ring import matmul_ring_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.products.matmul_rows import matmul_rows_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.products.matmul_rows_scaled import matmul_rows_scaled_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.products.matmul_stream import matmul_stream_kernel  # noqa: E402
 
 TUNED = Path(matmul.__file__).parent / "tuned"
@@ -53,27 +55,42 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def descriptor(rows: int, columns: int) -> str:
-    return f"tensordesc<bf16{[rows, columns]},{matmul_launch.tile_layout(rows, columns, torch.bfloat16)!r}>"
+NAMES = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv"}
 
 
-def compile_stream(plan: StreamPlan, *, has_bias: bool, silu: bool, late: bool = False) -> Any:
+def descriptor(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> str:
+    return f"tensordesc<{NAMES[dtype]}{[rows, columns]},{matmul_launch.tile_layout(rows, columns, dtype)!r}>"
+
+
+def scales_of(dtype: torch.dtype) -> tuple[dict[str, str], dict[str, None]]:
+    """Types and constants of what only products over e4m3 have."""
+    names = ("w_scales", "x_scales")
+    return ({}, dict.fromkeys(names)) if dtype == torch.bfloat16 else (dict.fromkeys(names, "*fp32"), {})
+
+
+def compile_stream(
+    plan: StreamPlan, *, has_bias: bool, silu: bool, late: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Any:
+    scale_types, scales = scales_of(dtype)
     constants = matmul_launch.stream_constants(plan, has_bias=has_bias, silu=silu, late=late)
     y_tile = descriptor(plan.tile_m // constants["PARTS"], plan.tile_n // (2 if silu else 1))
     types = {
-        "w_desc": descriptor(plan.tile_n, plan.tile_k), "x_desc": descriptor(plan.tile_m, plan.tile_k),
-        "y_desc": y_tile, "bias": "*bf16", "workspace": "*i32",
+        "w_desc": descriptor(plan.tile_n, plan.tile_k, dtype), "x_desc": descriptor(plan.tile_m, plan.tile_k, dtype),
+        "y_desc": y_tile, "bias": "*bf16", "workspace": "*i32", **scale_types,
     }  # fmt: skip
-    return compile_kernel(matmul_stream_kernel, types, constants)
+    return compile_kernel(matmul_stream_kernel, types, {**constants, **scales})
 
 
-def compile_ring(plan: RingPlan, *, has_bias: bool, silu: bool, late: bool = False) -> Any:
+def compile_ring(
+    plan: RingPlan, *, has_bias: bool, silu: bool, late: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Any:
+    scale_types, scales = scales_of(dtype)
     types = {
-        "w_desc": descriptor(plan.height, plan.tile_k), "x_desc": descriptor(plan.tile_m, plan.tile_k),
-        "y_desc": descriptor(*matmul_launch.ring_y_tile(plan, silu)), "bias": "*bf16",
+        "w_desc": descriptor(plan.height, plan.tile_k, dtype), "x_desc": descriptor(plan.tile_m, plan.tile_k, dtype),
+        "y_desc": descriptor(*matmul_launch.ring_y_tile(plan, silu)), "bias": "*bf16", **scale_types,
     }  # fmt: skip
     constants = matmul_launch.ring_constants(plan, has_bias=has_bias, silu=silu, late=late)
-    return compile_kernel(matmul_ring_kernel, types, constants)
+    return compile_kernel(matmul_ring_kernel, types, {**constants, **scales})
 
 
 def compile_rows(plan: RowsPlan, num_rows: int, num_inputs: int, *, has_bias: bool, silu: bool) -> Any:
@@ -162,3 +179,21 @@ def test_shares_cover_all_units_and_who_finishes_knows_all_others(seed: int) -> 
         assert parts == list(range(finisher, last + 1))
         assert starts[finisher] <= begin  # the finisher has the first step, so no other program has part and start
         assert all(starts[p] > begin for p in parts[1:])
+
+
+@pytest.mark.parametrize(("bits", "instruction"), [(4, "dp4a"), (8, "e4m3")])
+def test_one_row_over_scaled_weights_compiles(bits: int, instruction: str) -> None:
+    plan = choose_hopper_plan(1, 4096, 4096, 128, bits)
+    assert isinstance(plan, RowsPlan)
+    constants = matmul_launch.rows_scaled_constants(plan, 4096, 128, bits, silu=True)
+    types = {"x": "*i32", "weight": "*i32"} if bits == 4 else {"x": "*bf16", "weight": "*fp8e4nv"}
+    types |= {"scales": "*fp16", "zeros": "*fp16", "bias": "*bf16", "y": "*bf16"}
+    assert instruction in compile_kernel(matmul_rows_scaled_kernel, types, constants).asm["ptx"]
+
+
+@pytest.mark.parametrize("plan", [RingPlan(128, 64, 128, 8, 1, 4), StreamPlan(64, 64, 256, 6, 4, 128, 2)])
+def test_products_over_e4m3_compile(plan: RingPlan | StreamPlan) -> None:
+    compiling = compile_ring if isinstance(plan, RingPlan) else compile_stream
+    compiled = compiling(plan, has_bias=False, silu=True, dtype=torch.float8_e4m3fn)  # type: ignore[operator]
+    assert "e4m3.e4m3" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= SHARED_BYTES

@@ -25,7 +25,7 @@ TYPES = {"x": "*bf16", "x_scales": "*fp32", "bias": "*bf16", "y": "*bf16", "sums
 
 
 def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int) -> Any:
-    options = {"num_warps": constants.pop("num_warps")}
+    options = {name: constants.pop(name) for name in ("num_warps", "maxnreg") if name in constants}
     constants["PDL"] = capability >= 90
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in types}

@@ -10,13 +10,16 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tandem.kernels.products.matmul_plans import Plan, RingPlan, RowsPlan, StreamPlan
+from tandem.kernels.products.matmul_plans import MANY_STEPS, Plan, RingPlan, RowsPlan, StreamPlan
+from tandem.kernels.products.quantised_weight import QuantisedWeight
 from tandem.kernels.triton_kernels.products.matmul_ring import matmul_ring_kernel
 from tandem.kernels.triton_kernels.products.matmul_rows import matmul_rows_kernel
+from tandem.kernels.triton_kernels.products.matmul_rows_scaled import matmul_rows_scaled_kernel
 from tandem.kernels.triton_kernels.products.matmul_stream import matmul_stream_kernel
 
 LATE_REGISTERS = 96  # of a thread; docs/measurements.md#adapters
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+Scales = tuple[torch.Tensor, torch.Tensor]  # of outputs and of rows, fp32 [N] and [M], contiguous
 
 
 def parts_of(plan: StreamPlan) -> int:
@@ -45,7 +48,8 @@ def ring_constants(plan: RingPlan, *, has_bias: bool, silu: bool, late: bool = F
     return {
         "HEIGHT": plan.height, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "STAGES": plan.stages,
         "GROUPS": plan.groups, "HAS_BIAS": has_bias, "SILU": silu, "PARTS": plan.parts,
-        "LATE": late, "GROUP_REGISTERS": 232, "LOADER_REGISTERS": 40, "num_warps": 4, **leaves,
+        "FP8_STEPS": 0 if plan.fp8_steps == MANY_STEPS else plan.fp8_steps, "LATE": late,
+        "GROUP_REGISTERS": 232, "LOADER_REGISTERS": 40, "num_warps": 4, **leaves,
     }  # fmt: skip
 
 
@@ -80,16 +84,18 @@ def launch(
     bias_N: torch.Tensor | None,
     silu: bool,
     late: bool = False,
+    scales: Scales | None = None,
 ) -> None:
     """out = x @ weight^T (+ bias, or gated). Rows of all matrices start at multiples of 16 bytes. `late`: as LATE in
-    matmul_stream.py, for plans of tensor cores."""
+    matmul_stream.py, for plans of tensor cores. With `scales` x and weight are e4m3."""
     assert plan.is_valid(x_MK.shape[0], *weight_NK.shape), f"{plan} for {x_MK.shape[0]} rows of {weight_NK.shape}"
+    assert (scales is None) == (x_MK.dtype == out_MN.dtype), f"{x_MK.dtype} with {scales}"
     if isinstance(plan, RowsPlan):
         launch_rows(plan, x_MK, weight_NK, out_MN, bias_N=bias_N, silu=silu)
     elif isinstance(plan, RingPlan):
-        _launch_ring(plan, x_MK, weight_NK, out_MN, bias_N, silu, late)
+        _launch_ring(plan, x_MK, weight_NK, out_MN, bias_N, silu, late, scales)
     else:
-        _launch_stream(plan, x_MK, weight_NK, out_MN, workspace, bias_N, silu, late)
+        _launch_stream(plan, x_MK, weight_NK, out_MN, workspace, bias_N, silu, late, scales)
 
 
 def launch_rows(
@@ -114,6 +120,40 @@ def launch_rows(
     )  # fmt: skip
 
 
+def launch_rows_scaled(
+    plan: RowsPlan,
+    x_MK: torch.Tensor,
+    weight: QuantisedWeight,
+    out_MN: torch.Tensor,
+    *,
+    bias_N: torch.Tensor | None,
+    silu: bool,
+) -> None:
+    """out = x @ weight^T (+ bias, or gated) of one row in bf16; a warp has 512 bytes of an output's weights at once."""
+    (num_outputs, num_inputs), scales = weight.shape, weight.scales
+    zeros, has_bias = scales if weight.zeros is None else weight.zeros, bias_N is not None
+    assert plan.is_valid(1, num_outputs, num_inputs), f"{plan} for {weight.shape}"
+    assert plan.tile_k * weight.bits == 4096 * plan.warps, f"{plan} for {weight.bits} bits"
+    assert (len(x_MK), x_MK.dtype) == (1, torch.bfloat16), "one row in bf16"
+    assert scales.stride() == zeros.stride(), "scales and zeros lie differently"
+    assert scales.stride(0) % 8 == 0, "scales of groups must start at multiples of 8"
+    matmul_rows_scaled_kernel[(num_outputs // plan.tile_n,)](
+        x_MK.view(torch.int32) if weight.bits == 4 else x_MK, weight.words, scales, zeros,
+        scales if bias_N is None else bias_N, out_MN, weight.values.stride(0) // 16, scales.stride(0) // 8,
+        launch_pdl=True,
+        **rows_scaled_constants(plan, num_inputs, weight.group, weight.bits, has_bias=has_bias, silu=silu),
+    )  # fmt: skip
+
+
+def rows_scaled_constants(
+    plan: RowsPlan, num_inputs: int, group: int, bits: int, *, has_bias: bool = False, silu: bool = False
+) -> dict[str, Any]:
+    return {
+        "TILE_N": plan.tile_n, "STEPS": num_inputs // plan.tile_k, "GROUP": group or num_inputs, "BITS": bits,
+        "HAS_BIAS": has_bias, "SILU": silu, "num_warps": plan.warps,
+    }  # fmt: skip
+
+
 def _launch_stream(
     plan: StreamPlan,
     x_MK: torch.Tensor,
@@ -123,6 +163,7 @@ def _launch_stream(
     bias_N: torch.Tensor | None,
     silu: bool,
     late: bool,
+    scales: Scales | None,
 ) -> None:
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
     constants = stream_constants(plan, has_bias=bias_N is not None, silu=silu, late=late)
@@ -132,8 +173,10 @@ def _launch_stream(
         _describe(x_MK, plan.tile_m, plan.tile_k),
         _describe(out_MN, *y_tile),
         workspace if bias_N is None else bias_N,
+        *(scales or (None, None)),
         workspace,
         num_outputs,
+        num_rows,
         -(-num_outputs // plan.tile_n),
         -(-num_inputs // plan.tile_k),
         plan.lanes(num_rows),
@@ -151,14 +194,17 @@ def _launch_ring(
     bias_N: torch.Tensor | None,
     silu: bool,
     late: bool,
+    scales: Scales | None,
 ) -> None:
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
     matmul_ring_kernel[(plan.grid(num_rows, num_outputs, num_inputs),)](
         _describe(weight_NK, plan.height, plan.tile_k),
         _describe(x_MK, plan.tile_m, plan.tile_k),
         _describe(out_MN, *ring_y_tile(plan, silu)),
-        weight_NK if bias_N is None else bias_N,
+        out_MN if bias_N is None else bias_N,
+        *(scales or (None, None)),
         num_outputs,
+        num_rows,
         -(-num_outputs // plan.tile_n),
         -(-num_inputs // plan.tile_k),
         plan.lanes(num_rows),

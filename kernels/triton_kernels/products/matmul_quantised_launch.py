@@ -20,7 +20,7 @@ def constants_of(
         "TILE_N": plan.tile_n, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "GROUP": group, "BITS": bits,
         "SPLITS": plan.splits, "HAS_BIAS": has_bias, "SILU": silu, "STAGES": plan.stages,
         "PREFETCH": plan.prefetch, "ROUNDED": plan.rounded,
-        "num_warps": plan.warps,
+        "num_warps": plan.warps, **({"maxnreg": plan.registers} if plan.registers else {}),
     }  # fmt: skip
 
 

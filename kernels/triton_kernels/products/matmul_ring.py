@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.triton_kernels.products.matmul_stream import silu_mul
+from tandem.kernels.triton_kernels.products.matmul_stream import scales_of, silu_mul
 
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name changed after 3.6
 copy_in = tma.async_copy_global_to_shared
@@ -76,11 +76,13 @@ def load_tiles(
 
 @gluon.jit
 def finish(
-    acc, y_desc, y_stage, bias, size_n, first_n, row,
+    acc, y_desc, y_stage, bias, w_scales, x_scales, size_n, size_m, first_n, row,
     SIZE: gl.constexpr, HEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, SILU: gl.constexpr,
 ):  # fmt: skip
-    """SIZE rows of y: bias, then SiLU times up, in fp32; rounded once and stored."""
+    """SIZE rows of y: scales, bias, then SiLU times up, in fp32; rounded once and stored."""
     layout: gl.constexpr = acc.type.layout
+    if w_scales is not None:
+        acc *= scales_of(w_scales, x_scales, size_n, size_m, first_n, row, HEIGHT, SIZE, layout)
     if HAS_BIAS:
         outputs = first_n + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, layout))
         acc += gl.load(bias + outputs, mask=outputs < size_n, other=0.0).to(gl.float32)[:, None]
@@ -95,12 +97,16 @@ def finish(
 
 @gluon.jit
 def multiply(
-    w_ring, x_ring, ready, empty, y_desc, y_stages, bias, size_n, tiles_n, k_tiles, lanes,
+    w_ring, x_ring, ready, empty, y_desc, y_stages, bias, w_scales, x_scales, size_n, size_m, tiles_n, k_tiles, lanes,
     WHICH: gl.constexpr, HEIGHT: gl.constexpr, TILE_M: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, SILU: gl.constexpr, PARTS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, SILU: gl.constexpr, PARTS: gl.constexpr, FP8_STEPS: gl.constexpr,
 ):  # fmt: skip
-    """One multiplying warpgroup."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, 16])
+    """One multiplying warpgroup. Of sums over e4m3 the tensor cores keep few bits, so after FP8_STEPS they are added to
+    others in fp32."""
+    INSTRUCTION_K: gl.constexpr = 256 // w_ring.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, INSTRUCTION_K]
+    )
     first, count = share(tiles_n, k_tiles, lanes)
     row = gl.program_id(0) % lanes * TILE_M
     y_stage = y_stages.index(WHICH)
@@ -111,6 +117,8 @@ def multiply(
         end = gl.minimum(count, (tile + 1) * k_tiles - first)
         first_n = (tile * GROUPS + WHICH) * HEIGHT
         acc = gl.zeros([HEIGHT, TILE_M], gl.float32, layout)
+        if FP8_STEPS > 0:
+            total = acc
         while step < end:
             slot = step % STAGES
             mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
@@ -119,25 +127,44 @@ def multiply(
             acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > begin)
             step += 1
+            if FP8_STEPS > 0:  # noqa: SIM102 (it is decided when the kernel is compiled)
+                if (step - begin) % FP8_STEPS == 0:
+                    acc = warpgroup_mma_wait(0, deps=(acc,))
+                    total += acc
+                    acc = gl.zeros([HEIGHT, TILE_M], gl.float32, layout)
         acc = warpgroup_mma_wait(0, deps=(acc,))
+        if FP8_STEPS > 0:
+            acc += total
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
         if PARTS == 1:
-            finish(acc, y_desc, y_stage, bias, size_n, first_n, row, TILE_M, HEIGHT, HAS_BIAS, SILU)
+            finish(
+                acc, y_desc, y_stage, bias, w_scales, x_scales, size_n, size_m, first_n, row,
+                TILE_M, HEIGHT, HAS_BIAS, SILU,
+            )  # fmt: skip
         else:
             HALF: gl.constexpr = TILE_M // 2
             low, high = acc.reshape([HEIGHT, 2, HALF]).permute(0, 2, 1).split()
-            finish(low, y_desc, y_stage, bias, size_n, first_n, row, HALF, HEIGHT, HAS_BIAS, SILU)
-            finish(high, y_desc, y_stage, bias, size_n, first_n, row + HALF, HALF, HEIGHT, HAS_BIAS, SILU)
+            finish(
+                low, y_desc, y_stage, bias, w_scales, x_scales, size_n, size_m, first_n, row,
+                HALF, HEIGHT, HAS_BIAS, SILU,
+            )  # fmt: skip
+            finish(
+                high, y_desc, y_stage, bias, w_scales, x_scales, size_n, size_m, first_n, row + HALF,
+                HALF, HEIGHT, HAS_BIAS, SILU,
+            )  # fmt: skip
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["size_n", "tiles_n", "k_tiles", "lanes"])
+@gluon.jit(do_not_specialize=["size_n", "size_m", "tiles_n", "k_tiles", "lanes"])
 def matmul_ring_kernel(
-    w_desc,  # [N, K], tiles [HEIGHT, TILE_K]
+    w_desc,  # [N, K], tiles [HEIGHT, TILE_K]; 16 bit, or e4m3
     x_desc,  # [M, K], tiles [TILE_M, TILE_K]
     y_desc,  # [M, N] (N / 2 with SILU), tiles [rows stored at once, HEIGHT (half of it with SILU)]
     bias,  # [N], any float
+    w_scales,  # fp32 [N] over e4m3, else None
+    x_scales,  # fp32 [M], likewise
     size_n,
+    size_m,
     tiles_n,
     k_tiles,
     lanes,  # tiles along M; the grid is a multiple of it
@@ -150,6 +177,7 @@ def matmul_ring_kernel(
     SILU: gl.constexpr,
     PARTS: gl.constexpr,
     LATE: gl.constexpr,
+    FP8_STEPS: gl.constexpr,
     GROUP_REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ):
@@ -160,7 +188,7 @@ def matmul_ring_kernel(
     w_ring = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, HEIGHT, TILE_K], w_desc.layout)
     x_ring = gl.allocate_shared_memory(dtype, [STAGES, TILE_M, TILE_K], x_desc.layout)
     y_tile: gl.constexpr = y_desc.block_type.shape
-    y_stages = gl.allocate_shared_memory(dtype, [GROUPS, y_tile[0], y_tile[1]], y_desc.layout)
+    y_stages = gl.allocate_shared_memory(y_desc.dtype, [GROUPS, y_tile[0], y_tile[1]], y_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -178,8 +206,9 @@ def matmul_ring_kernel(
         gl.warp_specialize(
             [
                 (multiply, (
-                    w_ring, x_ring, ready, empty, y_desc, y_stages, bias, size_n, tiles_n, k_tiles, lanes,
-                    0, HEIGHT, TILE_M, STAGES, GROUPS, HAS_BIAS, SILU, PARTS,
+                    w_ring, x_ring, ready, empty, y_desc, y_stages, bias, w_scales, x_scales, size_n, size_m, tiles_n,
+                    k_tiles, lanes,
+                    0, HEIGHT, TILE_M, STAGES, GROUPS, HAS_BIAS, SILU, PARTS, FP8_STEPS,
                 )),
                 (load_tiles, (
                     w_desc, x_desc, w_ring, x_ring, ready, empty, tiles_n, k_tiles, lanes,
@@ -192,12 +221,14 @@ def matmul_ring_kernel(
         gl.warp_specialize(
             [
                 (multiply, (
-                    w_ring, x_ring, ready, empty, y_desc, y_stages, bias, size_n, tiles_n, k_tiles, lanes,
-                    0, HEIGHT, TILE_M, STAGES, GROUPS, HAS_BIAS, SILU, PARTS,
+                    w_ring, x_ring, ready, empty, y_desc, y_stages, bias, w_scales, x_scales, size_n, size_m, tiles_n,
+                    k_tiles, lanes,
+                    0, HEIGHT, TILE_M, STAGES, GROUPS, HAS_BIAS, SILU, PARTS, FP8_STEPS,
                 )),
                 (multiply, (
-                    w_ring, x_ring, ready, empty, y_desc, y_stages, bias, size_n, tiles_n, k_tiles, lanes,
-                    1, HEIGHT, TILE_M, STAGES, GROUPS, HAS_BIAS, SILU, PARTS,
+                    w_ring, x_ring, ready, empty, y_desc, y_stages, bias, w_scales, x_scales, size_n, size_m, tiles_n,
+                    k_tiles, lanes,
+                    1, HEIGHT, TILE_M, STAGES, GROUPS, HAS_BIAS, SILU, PARTS, FP8_STEPS,
                 )),
                 (load_tiles, (
                     w_desc, x_desc, w_ring, x_ring, ready, empty, tiles_n, k_tiles, lanes,

@@ -91,15 +91,30 @@ def silu_mul(acc, TILE_N: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit
+def scales_of(
+    w_scales, x_scales, size_n, size_m, first_n, row, HEIGHT: gl.constexpr, SIZE: gl.constexpr, layout: gl.constexpr
+):
+    """What sums over numbers of e4m3 count, [HEIGHT, SIZE]: an output's scale times a row's."""
+    outputs = first_n + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, layout))
+    rows = row + gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))
+    of_outputs = gl.load(w_scales + outputs, mask=outputs < size_n, other=0.0)
+    return of_outputs[:, None] * gl.load(x_scales + rows, mask=rows < size_m, other=0.0)[None, :]
+
+
+@gluon.jit
 def finish_part(
-    acc, workspace, others_from, others_to, lane, lanes, y_desc, y_stage, bias, size_n, tile, row, part,
-    SIZE: gl.constexpr, TILE_N: gl.constexpr, TILE_M: gl.constexpr, HAS_BIAS: gl.constexpr, SILU: gl.constexpr,
+    acc, workspace, others_from, others_to, lane, lanes, y_desc, y_stage, bias, w_scales, x_scales, size_n, size_m,
+    tile, row, part, SIZE: gl.constexpr, TILE_N: gl.constexpr, TILE_M: gl.constexpr, HAS_BIAS: gl.constexpr,
+    SILU: gl.constexpr,
 ):  # fmt: skip
-    """SIZE rows of y: others' sums, bias, then SiLU times up, in fp32; rounded once and stored."""
+    """SIZE rows of y: others' sums, scales, bias, then SiLU times up, in fp32; rounded once and stored."""
     layout: gl.constexpr = acc.type.layout
     for other in range(others_from, others_to):
         places = part_places(other * lanes + lane, part, SIZE, TILE_N, TILE_M, layout)
         acc += take(workspace, places)
+    if w_scales is not None:
+        first = row + part * SIZE
+        acc *= scales_of(w_scales, x_scales, size_n, size_m, tile * TILE_N, first, TILE_N, SIZE, layout)
     if HAS_BIAS:
         outputs = tile * TILE_N + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, layout))
         acc += gl.load(bias + outputs, mask=outputs < size_n, other=0.0).to(gl.float32)[:, None]
@@ -114,14 +129,17 @@ def finish_part(
     tma.async_copy_shared_to_global(y_desc, place, y_stage)
 
 
-@gluon.jit(do_not_specialize=["size_n", "tiles_n", "k_tiles", "lanes", "lead"])
+@gluon.jit(do_not_specialize=["size_n", "size_m", "tiles_n", "k_tiles", "lanes", "lead"])
 def matmul_stream_kernel(
-    w_desc,  # [N, K], tiles [TILE_N, TILE_K]
+    w_desc,  # [N, K], tiles [TILE_N, TILE_K]; 16 bit, or e4m3
     x_desc,  # [M, K], tiles [TILE_M, TILE_K]
     y_desc,  # [M, N] (N / 2 with SILU), tiles [TILE_M / PARTS, TILE_N]
     bias,  # [N], any float
+    w_scales,  # fp32 [N] over e4m3, else None
+    x_scales,  # fp32 [M], likewise
     workspace,  # int32 [grid, TILE_N, TILE_M], EMPTY; EMPTY again afterwards
     size_n,
+    size_m,
     tiles_n,
     k_tiles,
     lanes,  # tiles along M; the grid is a multiple of it
@@ -138,7 +156,7 @@ def matmul_stream_kernel(
 ):
     """Grid (lanes * programs): lane l does rows [l * TILE_M, ...), its programs share all tiles of N evenly."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, TILE_M, 16]
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, TILE_M, 256 // w_desc.dtype.primitive_bitwidth]
     )
     BYTES: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
     lane = gl.program_id(0) % lanes
@@ -151,7 +169,7 @@ def matmul_stream_kernel(
     dtype: gl.constexpr = w_desc.dtype
     w_ring = gl.allocate_shared_memory(dtype, [STAGES, TILE_N, TILE_K], w_desc.layout)
     x_ring = gl.allocate_shared_memory(dtype, [STAGES, TILE_M, TILE_K], x_desc.layout)
-    y_stage = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
+    y_stage = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for barrier in gl.static_range(STAGES):
         mbarrier.init(ready.index(barrier), count=1)
@@ -198,18 +216,21 @@ def matmul_stream_kernel(
             last = ((start + k_tiles) * programs - 1) // units  # whose share has the tile's last unit
             if PARTS == 1:
                 finish_part(
-                    acc, workspace, program + 1, last + 1, lane, lanes, y_desc, y_stage, bias, size_n, tile, row, 0,
+                    acc, workspace, program + 1, last + 1, lane, lanes, y_desc, y_stage, bias, w_scales, x_scales,
+                    size_n, size_m, tile, row, 0,
                     TILE_M, TILE_N, TILE_M, HAS_BIAS, SILU,
                 )  # fmt: skip
             else:
                 HALF: gl.constexpr = TILE_M // 2
                 low, high = acc.reshape([TILE_N, 2, HALF]).permute(0, 2, 1).split()
                 finish_part(
-                    low, workspace, program + 1, last + 1, lane, lanes, y_desc, y_stage, bias, size_n, tile, row, 0,
+                    low, workspace, program + 1, last + 1, lane, lanes, y_desc, y_stage, bias, w_scales, x_scales,
+                    size_n, size_m, tile, row, 0,
                     HALF, TILE_N, TILE_M, HAS_BIAS, SILU,
                 )  # fmt: skip
                 finish_part(
-                    high, workspace, program + 1, last + 1, lane, lanes, y_desc, y_stage, bias, size_n, tile, row, 1,
+                    high, workspace, program + 1, last + 1, lane, lanes, y_desc, y_stage, bias, w_scales, x_scales,
+                    size_n, size_m, tile, row, 1,
                     HALF, TILE_N, TILE_M, HAS_BIAS, SILU,
                 )  # fmt: skip
     tma.store_wait(0)
