@@ -30,10 +30,7 @@ class NodePool:
 
 
 def transports_of(options: NodeOptions, loaded: LoadedModel, keys: ClusterKeys) -> list[Transport]:
-    """The transports of this node; an empty list where ranks hold copies of heads, whose blocks nothing moves. Raises
-    ConfigError."""
-    if not loaded.layout.holds_no_copies:
-        return []
+    """The transports of this node. Raises ConfigError."""
     device = loaded.device
     has_ranks = ranks_show_pools(loaded.layout, device)
     return make_transports(options.transport, device, keys, options.host, options.timeouts.peer_lost_s, has_ranks)

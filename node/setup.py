@@ -132,7 +132,7 @@ def load(
     if membership is not None:
         scheduler = with_device_defaults(options, device).scheduler
         max_rows = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        group = TensorParallel.join(membership, device, max_rows, config.hidden_size, dtype, layout.holds_no_copies)
+        group = TensorParallel.join(membership, device, max_rows, config.hidden_size, dtype)
     model = load_chosen(folder, config, options.model, device, dtype, options.attention_backend, group, on_loaded)
     if cache.calculate_kv_scales:
         layout = _with_measured_scales(layout, model, config, options, max_model_len, device, dtype)

@@ -52,15 +52,6 @@ def make_tiers(
     wants_disk = options.cache.disk_tier_bytes > 0
     if wants_disk and not options.cache.disk_tier_dir:
         raise ConfigError("--disk-tier-bytes without --disk-tier-dir: say where")
-    if memory.layout.tp_size > 1:
-        if wants_disk or options.cache.host_tier_bytes > 0:
-            heads = memory.layout.group.num_all_kv_heads
-            raise ConfigError(
-                f"--host-tier-bytes and --disk-tier-bytes with --tensor-parallel-size {memory.layout.tp_size}: ranks "
-                f"hold copies of the model's {heads} KV heads; leave them out or give at most {heads} ranks"
-            )
-        logger.info("no host tier: ranks that hold copies of KV heads keep blocks in their pools alone")
-        return None
     if not pool.enable_caching:
         return None
     kind = Fp8Blocks if compresses(options, memory.tensor) else ExactBlocks

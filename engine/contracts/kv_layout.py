@@ -49,9 +49,11 @@ class KVLayout(msgspec.Struct, frozen=True):
         return self.group.payload_bytes(self.block_size)
 
     @property
-    def holds_no_copies(self) -> bool:
-        """Whether each head of the model is on one rank: together their blocks are those of a node of one rank."""
-        return self.group.num_kv_heads * self.tp_size == (self.group.num_all_kv_heads or self.group.num_kv_heads)
+    def own_heads(self) -> range:
+        """Which of the model's KV heads this rank holds; where there are fewer than ranks, neighbours hold the same."""
+        num_all = self.group.num_all_kv_heads or self.group.num_kv_heads * self.tp_size
+        first = self.tp_rank * num_all // self.tp_size
+        return range(first, first + self.group.num_kv_heads)
 
     @property
     def stride_bytes(self) -> int:

@@ -42,11 +42,9 @@ class TensorParallel:
     holds. On CPU everything goes through gloo. Each way gives every rank the same bits.
     """
 
-    def __init__(self, shard: Shard, device: torch.device, ends_steps_together: bool) -> None:
-        """`ends_steps_together`: a step that has ended on rank 0 has ended on all ranks, so others may use its KV."""
+    def __init__(self, shard: Shard, device: torch.device) -> None:
         self.shard = shard
         self.device = device
-        self._ends_steps_together = ends_steps_together
         self._mail: Mail | None = None
         self._nothing_1E: torch.Tensor | None = None  # what is summed only to know that all ranks have come so far
         self._num_exchanges = 0  # of the newest step
@@ -60,7 +58,6 @@ class TensorParallel:
         max_rows: int,
         hidden_size: int,
         dtype: torch.dtype,
-        ends_steps_together: bool,
     ) -> TensorParallel:
         """Meets the other ranks. `max_rows`: the most rows of an exchange through peers' memory."""
         shard, on_gpu = membership.shard, device.type == "cuda"
@@ -75,7 +72,7 @@ class TensorParallel:
             "nccl" if on_gpu else "gloo", store=store, rank=shard.rank, world_size=shard.size, timeout=timeout,
             device_id=device if on_gpu else None,
         )  # fmt: skip
-        group = cls(shard, device, ends_steps_together)
+        group = cls(shard, device)
         if on_gpu:
             layout = MailLayout(shard.size, max_rows, hidden_size, dtype)
             group._mail = open_mail(shard, device, group._gathered, layout)
@@ -145,10 +142,8 @@ class TensorParallel:
         return tensor
 
     def end_step(self, num_sampled: int) -> None:
-        """With `ends_steps_together`, orders what follows on rank 0's device after every rank's part of the step. A
+        """Orders what follows on rank 0's device after every rank's part of the step, so that others may use its KV. A
         step that samples needs nothing, since the ranks sample together. On CPU it is a barrier."""
-        if not self._ends_steps_together:
-            return
         if self.device.type == "cpu":
             dist.barrier()
         elif not num_sampled:

@@ -106,7 +106,7 @@ def plan(source: KVLayout, sink: KVLayout) -> ReshapePlan:
     Raises HandshakeError (source is "ours") naming the first field that forbids it. The block stride may differ: it
     is padding of a pool, not of the bytes that move.
     """
-    if (source.tp_size, sink.tp_size) != (1, 1):  # ranks that hold copies of heads, which make no whole blocks
+    if (source.tp_size, sink.tp_size) != (1, 1):  # a rank's part of a block is told to nobody
         raise HandshakeError("layout.tp_size", source.tp_size, sink.tp_size)
     _require("layout.groups", len(source.groups), len(sink.groups))
     for index, (ours, theirs) in enumerate(zip(source.groups, sink.groups, strict=True)):

@@ -42,20 +42,22 @@ class RankPools:
     current stream of rank 0's device and returns without waiting."""
 
     def __init__(self, own_NHLPBD: torch.Tensor, layout: KVLayout, memories: Sequence[RankMemory]) -> None:
-        """`own_NHLPBD` is rank 0's pool and `layout` that of a whole block. All ranks have equally many heads. Raises
-        ValueError for blocks that kernels can't move."""
+        """`own_NHLPBD` is rank 0's pool and `layout` that of a whole block. All ranks have equally many heads; where
+        there are fewer heads than ranks, neighbours hold the same. Raises ValueError for blocks that kernels can't
+        move."""
         problem = why_not_words(own_NHLPBD)
         if problem:
             raise ValueError(problem)
-        num_heads = own_NHLPBD.shape[1]
-        assert num_heads * len(memories) == layout.group.num_kv_heads, "ranks hold no copies of heads"
+        num_heads, num_all, num_ranks = own_NHLPBD.shape[1], layout.group.num_kv_heads, len(memories)
+        assert num_heads == max(1, num_all // num_ranks), "equal shares, or copies of single heads"
         self.layout = layout
         self._own_NHLPBD = as_bytes(own_NHLPBD)
         stride_bytes = BlockPlaces.of(self._own_NHLPBD).block_bytes
         self.parts = [
-            RankPart(memory, range(rank * num_heads, (rank + 1) * num_heads), stride_bytes)
-            for rank, memory in enumerate(memories)
+            RankPart(memory, range(first, first + num_heads), stride_bytes)
+            for memory, first in zip(memories, (rank * num_all // num_ranks for rank in range(num_ranks)), strict=True)
         ]
+        self._sources = list({part.heads: part for part in reversed(self.parts)}.values())  # each head once
         self._block_shape = (layout.group.num_kv_heads, *self._own_NHLPBD.shape[2:])
 
     def new_blocks(self, num_blocks: int) -> torch.Tensor:
@@ -69,7 +71,7 @@ class RankPools:
         """Copies `layers` (None: all) of these blocks to the leading ones of `out_nHLPBD`."""
         size = self.layout.block_size
         listed = self._listed([(block, index) for index, block in enumerate(block_ids)], [size] * len(block_ids))
-        for part in self.parts:
+        for part in self._sources:
             target = out_nHLPBD[:, part.heads.start : part.heads.stop]
             move_blocks(target, self._places(part), BlockPlaces.of(target), listed, layers, num_programs)
 

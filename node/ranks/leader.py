@@ -52,12 +52,7 @@ def start_ranks(options: NodeOptions) -> Ranks | None:
     if size < 1:
         raise ConfigError(f"--tensor-parallel-size {size}: give the number of GPUs of a node, 1 or more")
     folder = resolve_model(options.model.model, options.model.revision)
-    num_kv_heads = check_shares(folder, options.model, shard_of(options, 0))
-    if options.role != "unified" and num_kv_heads < size:
-        raise ConfigError(
-            f"--tensor-parallel-size {size} with a {options.role} node: ranks would hold copies of the model's "
-            f"{num_kv_heads} KV heads, which can't be handed over; give at most {num_kv_heads}"
-        )
+    check_shares(folder, options.model, shard_of(options, 0))
     if options.device != "cpu" and torch.cuda.is_available():
         available = torch.cuda.device_count() - options.device_index
         if size > available:

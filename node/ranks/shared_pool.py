@@ -1,7 +1,8 @@
 """On CPU the ranks of a node keep their heads in one pool of shared memory.
 
-A block of it holds all KV heads of the model, rank after rank, so it looks like the pool of a node of one rank: KV
-moves to and from it whatever the other node's number of ranks is, by rank 0 alone. A rank computes on its run of heads.
+A block of it holds all KV heads of the model once, so it looks like the pool of a node of one rank: KV moves to and
+from it whatever the other node's number of ranks is, by rank 0 alone. A rank computes on its run of heads. Where there
+are fewer heads than ranks, neighbours write the same numbers to the same place.
 """
 
 from __future__ import annotations
@@ -20,26 +21,25 @@ _MEMFD_NAME = "tandem-rank-pool"
 
 
 def ranks_share_pool(rank: KVLayout, device: torch.device) -> bool:
-    """Whether ranks of layout `rank` share one pool: on CPU, unless they hold copies of heads and so no whole block."""
-    return rank.tp_size > 1 and rank.holds_no_copies and device.type == "cpu"
+    """Whether ranks of layout `rank` share one pool: on CPU."""
+    return rank.tp_size > 1 and device.type == "cpu"
 
 
 def ranks_show_pools(rank: KVLayout, device: torch.device) -> bool:
     """Whether rank 0 moves KV to and from every rank's own pool, as it does on GPUs."""
-    return rank.tp_size > 1 and rank.holds_no_copies and device.type == "cuda"
+    return rank.tp_size > 1 and device.type == "cuda"
 
 
 def whole_layout(rank: KVLayout) -> KVLayout:
     """The layout of the pool that ranks with layouts like `rank`'s make together: that of a node of one rank."""
-    assert rank.holds_no_copies, "no blocks with each head once"
     group = msgspec.structs.replace(rank.group, num_kv_heads=rank.group.num_all_kv_heads)
     return msgspec.structs.replace(rank, groups=(group,), tp_size=1, tp_rank=0)
 
 
 def heads_of_rank(pool_NHLPBD: torch.Tensor, rank: KVLayout) -> torch.Tensor:
     """The part of `pool_NHLPBD`, which has all heads, that this rank computes on; not a copy."""
-    num_heads = rank.group.num_kv_heads
-    return pool_NHLPBD[:, rank.tp_rank * num_heads : (rank.tp_rank + 1) * num_heads]
+    heads = rank.own_heads
+    return pool_NHLPBD[:, heads.start : heads.stop]
 
 
 def make_storage(nbytes: int) -> tuple[memoryview, PoolFile]:

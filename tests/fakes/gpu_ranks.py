@@ -89,7 +89,7 @@ def _run(rank: int, num_ranks: int, port: int) -> None:
     torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False) if rank == 0 else None
     group = TensorParallel.join(
-        Membership(Shard(rank, num_ranks), port, store), device, max(ROWS), HIDDEN, torch.bfloat16, True
+        Membership(Shard(rank, num_ranks), port, store), device, max(ROWS), HIDDEN, torch.bfloat16
     )
     generator = torch.Generator(device).manual_seed(1)
     weight = torch.rand(HIDDEN, device=device, dtype=torch.bfloat16, generator=generator)

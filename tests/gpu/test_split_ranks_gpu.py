@@ -17,7 +17,7 @@ from in_process_cluster import Client
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.contracts.wire.requests import FlushBlocks
-from tiny_models import random_prompt, reference_greedy
+from tiny_models import check_greedy, random_prompt, reference_greedy, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -123,6 +123,29 @@ def test_what_two_ranks_have_no_room_for_comes_back(nodes: dict[str, NodeInfo]) 
         assert not counter(client, prefill, "tier_loads_failed")
     finally:
         client.close()
+
+
+def test_ranks_that_hold_copies_of_a_head_hand_over() -> None:
+    """One KV head on two GPUs, as a source and as a sink."""
+    options: dict[str, Any] = {"transport": "auto", "model": "llama_one_kv_head", "dtype": "float32"}
+    with ThreadPoolExecutor(3) as pool:
+        started = [
+            pool.submit(NodeChild, (role,), num_ranks=ranks, **options)
+            for role, ranks in (("prefill", 2), ("decode", 2), ("decode", 1))
+        ]
+    prefill, *decodes = (each.result() for each in started)
+    prompt, sampling = random_prompt(150, 80), GREEDY
+    client = Client(*(child.infos[0] for child in (prefill, *decodes)))
+    try:
+        for index, decode in enumerate(decodes):
+            asked = client.submit(f"copies-{index}", prompt, sampling, decode=decode.infos[0], prefill=prefill.infos[0])
+            client.wait(asked)
+            assert asked.failed is None
+            check_greedy(tiny_model("llama_one_kv_head"), prompt, asked.output(), NUM_TOKENS)
+    finally:
+        client.close()
+        for child in (prefill, *decodes):
+            child.stop()
 
 
 def counter(client: Client, node: NodeInfo, name: str) -> float:

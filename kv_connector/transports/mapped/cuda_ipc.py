@@ -69,12 +69,14 @@ def way_of(num_layers: int, first: int, count: int, layer_bytes: int) -> tuple[C
 
 
 class CudaIpcHandle(msgspec.Struct, frozen=True):
-    """Names memory with the next `num_heads` heads of each block. A node has one of these for each rank."""
+    """Names memory with `num_heads` heads of each block. A node has one of these for each rank, several of which may
+    hold the same heads."""
 
     handle: bytes
     offset: int
     stride_bytes: int
     num_heads: int
+    first_head: int | None = None  # None: the one after those of the handle before
 
 
 _decode_handles: WireDecoder[list[CudaIpcHandle]] = WireDecoder(list[CudaIpcHandle])
@@ -194,7 +196,10 @@ class CudaIpcTransport(MappedTransport):
             raise TransportError(problem)
         if self.pool.ranks is not None:
             parts = self.pool.ranks.parts
-            handles = [CudaIpcHandle(p.memory.handle, p.memory.offset, p.stride_bytes, len(p.heads)) for p in parts]
+            handles = [
+                CudaIpcHandle(p.memory.handle, p.memory.offset, p.stride_bytes, len(p.heads), p.heads.start)
+                for p in parts
+            ]
         else:
             handle, offset = export_memory(pool.device.index, pool.data_ptr())
             handles = [CudaIpcHandle(handle, offset, pool_stride_bytes(pool), pool.shape[1])]
@@ -208,13 +213,11 @@ class CudaIpcTransport(MappedTransport):
             raise TransportError(f"process {export.pid} exports no pool that cuda_ipc understands: {error}") from error
         if not fits(handles, layout):
             raise TransportError(f"process {export.pid} exports a pool that does not fit its layout")
-        device, parts, first = self.pool.pool_NHLPBD.device, list[tuple[range, Mapping]](), 0
+        device, parts = self.pool.pool_NHLPBD.device, list[tuple[range, Mapping]]()
         try:
-            for handle in handles:
+            for handle, heads in zip(handles, heads_of(handles), strict=True):
                 mapped = map_memory(device.index, handle.handle)
-                heads = range(first, first + handle.num_heads)
                 parts.append((heads, CudaMapping(device, mapped, handle.offset, handle.stride_bytes)))
-                first = heads.stop
         except TransportError:
             for _, part in parts:
                 part.close()
@@ -239,17 +242,29 @@ def sum_blocks(source_NHLPBD: torch.Tensor, write: Write) -> None:
             push_listed(source_NHLPBD, *here, listed, layers, PROGRAMS, chosen.sums.sums)
 
 
+def heads_of(handles: Sequence[CudaIpcHandle]) -> list[range]:
+    """Which heads of a block each one's memory has."""
+    runs, after = list[range](), 0
+    for handle in handles:
+        first = after if handle.first_head is None else handle.first_head
+        runs.append(range(first, first + handle.num_heads))
+        after = runs[-1].stop
+    return runs
+
+
 def fits(handles: Sequence[CudaIpcHandle], layout: KVLayout) -> bool:
     """Whether memory so described can hold a pool of this layout."""
     num_heads = layout.group.num_kv_heads
     head_bytes = layout.payload_bytes // num_heads
-    if sum(handle.num_heads for handle in handles) != num_heads:
+    runs = heads_of(handles)
+    if not all(0 <= run.start < run.stop <= num_heads for run in runs):
+        return False
+    if {head for run in runs for head in run} != set(range(num_heads)):
         return False
     if len(handles) == 1 and handles[0].stride_bytes != layout.stride_bytes:
         return False
     return all(
-        handle.num_heads > 0
-        and handle.stride_bytes >= handle.num_heads * head_bytes
+        handle.stride_bytes >= handle.num_heads * head_bytes
         and len(handle.handle) == HANDLE_BYTES
         and handle.offset >= 0
         for handle in handles

@@ -16,26 +16,13 @@ from tandem.node.pool import NodePool
 from tandem.node.tiers import host_tier_bytes, make_tiers
 
 POOL = torch.zeros(4, 1, 1, 2, 4, 8)
-COPIES = KVLayout((KVGroup(1, 1, 8, "float32", num_all_kv_heads=1),), 4, tp_size=2)
-WHOLE = KVLayout((KVGroup(1, 1, 8, "float32", num_all_kv_heads=1),), 4)
+LAYOUT = KVLayout((KVGroup(1, 1, 8, "float32"),), 4)
 
 
-def made(caching: bool = True, layout: KVLayout = WHOLE, **cache) -> object | None:
+def made(caching: bool = True, **cache) -> object | None:
     options = NodeOptions("unified", ModelOptions("m"), CacheOptions(block_size=4, hash_block_size=4, **cache))
     pool = BlockPool(4, enable_caching=caching)
-    return make_tiers(options, pool, NodePool(POOL, POOL, layout, None), None, Rate(), lambda done: None, None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("asked", [{"host_tier_bytes": 1 << 20}, {"disk_tier_bytes": 1 << 20, "disk_tier_dir": "/tmp"}])
-def test_tiers_of_ranks_that_hold_copies_of_heads_are_refused(asked: dict) -> None:
-    with pytest.raises(ConfigError, match="copies of the model's 1 KV heads"):
-        made(layout=COPIES, **asked)
-
-
-def test_ranks_that_hold_copies_of_heads_say_that_they_have_none(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    assert made(layout=COPIES) is None
-    assert "no host tier" in caplog.text
+    return make_tiers(options, pool, NodePool(POOL, POOL, LAYOUT, None), None, Rate(), lambda done: None, None)  # type: ignore[arg-type]
 
 
 def test_a_host_tier_is_there_unless_it_is_turned_off() -> None:

@@ -27,7 +27,7 @@ PROMPT = random_prompt(100, seed=3)
 
 
 def load(folder: Path, shard: Shard | None = None, dtype: torch.dtype = torch.float32, **options: str) -> DecoderModel:
-    group = None if shard is None else TensorParallel(shard, CPU, True)
+    group = None if shard is None else TensorParallel(shard, CPU)
     given = ModelOptions(str(folder), **options)  # type: ignore[arg-type]
     config = load_config(folder, given)
     return load_model(folder, config, given, CPU, dtype, group=group)  # type: ignore[arg-type]

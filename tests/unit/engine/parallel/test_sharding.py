@@ -30,7 +30,7 @@ def mixture_of(config: ModelConfig) -> MixtureConfig:
 
 
 def load(folder: Path, shard: Shard | None = None, load_format: str = "auto") -> DecoderModel:
-    group = None if shard is None else TensorParallel(shard, CPU, True)
+    group = None if shard is None else TensorParallel(shard, CPU)
     options = ModelOptions(str(folder), load_format=load_format)  # type: ignore[arg-type]
     return load_model(folder, load_model_config(folder), options, CPU, torch.float32, group=group)
 

@@ -88,10 +88,14 @@ def test_digests_are_of_blocks_with_all_heads(monkeypatch: pytest.MonkeyPatch) -
         ([CudaIpcHandle(HANDLE[:9], 0, BYTES // 2, 2)] * 2, False),
         ([CudaIpcHandle(HANDLE, -8, BYTES // 2, 2)] * 2, False),
         ([CudaIpcHandle(HANDLE, 0, BYTES, 5), CudaIpcHandle(HANDLE, 0, BYTES, -1)], False),
+        ([CudaIpcHandle(HANDLE, 0, BYTES // 2, 2, first) for first in (0, 0, 2, 2)], True),
+        ([CudaIpcHandle(HANDLE, 0, BYTES // 2, 2, first) for first in (2, 2)], False),
+        ([CudaIpcHandle(HANDLE, 0, BYTES // 2, 2, first) for first in (0, 3)], False),
+        ([CudaIpcHandle(HANDLE, 0, BYTES // 2, 2, first) for first in (0, -1, 2)], False),
         ([], False),
     ],
 )
-def test_what_is_exported_must_hold_every_head_once(handles: list[CudaIpcHandle], fit: bool) -> None:
+def test_what_is_exported_must_hold_every_head(handles: list[CudaIpcHandle], fit: bool) -> None:
     assert fits(handles, LAYOUT) == fit
 
 
