@@ -110,6 +110,8 @@ class Scheduler:
         ended meanwhile are dropped."""
         launched = self._launched.pop(output.step_id)
         seconds = self.state.clock.completed(output.step_id)
+        if self.speculator is not None:
+            self.speculator.completed()
         self.work.observed(output, launched.num_prompt_tokens, seconds)
         if self.state.step_times.are_measured and launched.is_mixed:
             self.state.step_times.observed(output.num_tokens, seconds)

@@ -14,6 +14,34 @@ FORGOTTEN = 1 / 64
 FREE_ROWS, LEAST_CHANCE = 64, 0.2
 
 
+# The weight of the newest turn in what is known of how long they take, and the share of the way back to what was
+# expected that each step without drafts goes for those with some: so they are tried again. Guesses.
+NEWEST_TURN, TURN_FORGOTTEN = 1 / 16, 1 / 4096
+MOST_SLOWNESS = 3.0  # most that one turn counts: beyond it something else took the time; a guess
+
+
+class TurnLengths:
+    """How much longer turns of the step loop take than expected. What steps take was measured alone; serving adds to
+    it, and more to steps with drafts: their host reads every row before the next step can be decided."""
+
+    def __init__(self) -> None:
+        self._with_drafts = self._without = 1.0
+
+    @property
+    def slowness(self) -> float:
+        """The factor by which turns with drafts take longer, beside others, than they were expected to; 1 at least."""
+        return max(1.0, self._with_drafts / self._without)
+
+    def learn(self, has_drafts: bool, expected_s: float, seconds: float) -> None:
+        """Takes in a turn: from the results of the step before to those of this one."""
+        ratio = min(MOST_SLOWNESS, seconds / expected_s)
+        if has_drafts:
+            self._with_drafts += NEWEST_TURN * (ratio - self._with_drafts)
+        else:
+            self._without += NEWEST_TURN * (ratio - self._without)
+            self._with_drafts += TURN_FORGOTTEN * (self._without - self._with_drafts)
+
+
 class Acceptance:
     """How likely the next draft of a sequence is right if all before it are."""
 
@@ -39,6 +67,7 @@ def num_worthwhile(
     seconds_of: Callable[[int], float] | None,
     stall_s: float,
     guess_s: float = 0.0,
+    slowness: float = 1.0,
 ) -> list[int]:
     """How many of each sequence's drafts a step should have beside its `num_tokens` tokens, `most` in all.
 
@@ -46,7 +75,7 @@ def num_worthwhile(
     that the step yields without drafts. `seconds_of`: what a step of so many tokens takes, None: not known. `stall_s`:
     what the host takes for a step. Behind a step with drafts the device waits for it; other steps are launched ahead,
     but no more often than the host makes one. `guess_s`: what it takes before the step to guess one more token, of
-    however many sequences.
+    however many sequences. `slowness`: by which factor steps with drafts take longer than all that says.
     """
     heap = [(-row[0], index, 0) for index, row in enumerate(chances) if row]
     heapq.heapify(heap)
@@ -66,7 +95,7 @@ def num_worthwhile(
                 break
             best = len(order)
         else:
-            rate = expected / (seconds_of(num_tokens + len(order)) + stall_s + deepest * guess_s)
+            rate = expected / (slowness * (seconds_of(num_tokens + len(order)) + stall_s + deepest * guess_s))
             if rate > best_rate:
                 best, best_rate = len(order), rate
     counts = [0] * len(chances)

@@ -7,13 +7,14 @@ for that token, too.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.planner import StepPlan
 from tandem.engine.scheduling.request import Request
-from tandem.engine.scheduling.speculation.lengths import Acceptance, num_worthwhile
+from tandem.engine.scheduling.speculation.lengths import Acceptance, TurnLengths, num_worthwhile
 
 
 class Guesser(Protocol):
@@ -45,6 +46,9 @@ class Speculator:
         next is decided."""
         self._guesser, self._state, self._stall_s = guesser, state, stall_s
         self._acceptances: dict[Request, Acceptance] = {}
+        self._turns, self._completed_at = TurnLengths(), 0.0
+        # Of each launched step: whether it has drafts, and the seconds that its turn should take; None: not known.
+        self._expected: deque[tuple[bool, float] | None] = deque()
         self.counters = {"spec_drafts": 0, "spec_draft_tokens": 0, "spec_accepted_tokens": 0}
         self.counters |= {f"spec_accepted_at_{place}": 0 for place in range(guesser.num_speculative_tokens)}
 
@@ -56,6 +60,7 @@ class Speculator:
         """Puts drafts into rows of the plan, as many as pay. They take no block: beyond its last one a sequence has
         none. Returns the seconds for which the device guessed."""
         self._forget_ended()
+        self._expected.append(None)
         if plan.preempted:
             return 0.0
         streams = [request for request, row in plan.rows.items() if not row.is_prompt]
@@ -64,8 +69,9 @@ class Speculator:
         num_tokens = sum(row.num_tokens for row in plan.rows.values())
         times = self._state.step_times
         seconds_of = times.seconds if times.are_measured else None
-        guess_s = self._guesser.seconds(sum(map(bool, chances)))
-        counts = num_worthwhile(chances, num_tokens, len(streams), plan.budget, seconds_of, self._stall_s(), guess_s)
+        costs = self._stall_s(), self._guesser.seconds(sum(map(bool, chances)))
+        slowness = self._turns.slowness
+        counts = num_worthwhile(chances, num_tokens, len(streams), plan.budget, seconds_of, *costs, slowness)
         wanted = {request: count for request, count in zip(could, counts, strict=True) if count}
         began = self._state.clock.now()
         guessed = self._guess(wanted)
@@ -74,7 +80,16 @@ class Speculator:
                 plan.put_drafts(request, drafts)
             elif request in self._acceptances:
                 self._acceptances[request].forget()
+        if seconds_of is not None:
+            self._expected[-1] = _expected(plan, num_tokens, seconds_of, *costs)
         return self._state.clock.now() - began
+
+    def completed(self) -> None:
+        """Hears that the results of the oldest step are there whose plan it was given."""
+        expected, now = self._expected.popleft(), self._state.clock.now()
+        if expected is not None:
+            self._turns.learn(*expected, now - self._completed_at)
+        self._completed_at = now
 
     def learn(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Takes in what became of a sequence's drafts."""
@@ -117,3 +132,18 @@ class Speculator:
         if len(self._acceptances) > 2 * len(running):
             self._acceptances = {each: self._acceptances[each] for each in running if each in self._acceptances}
             self._guesser.keep(running)
+
+
+def _expected(
+    plan: StepPlan, num_tokens: int, seconds_of: Callable[[int], float], stall_s: float, guess_s: float
+) -> tuple[bool, float] | None:
+    """Whether the step has drafts, and the seconds from the results of the one before to its own. None: it begins
+    something, or its drafts stand behind tokens in flight, so that its turn is not like those that follow."""
+    if any(row.is_prompt or row.is_new for row in plan.rows.values()):
+        return None
+    drafts = [len(row.drafts) for row in plan.rows.values()]
+    if not any(drafts):
+        return False, max(seconds_of(num_tokens), stall_s)
+    if any(request.num_in_flight for request in plan.rows):
+        return None
+    return True, seconds_of(num_tokens + sum(drafts)) + stall_s + max(drafts) * guess_s

@@ -9,11 +9,12 @@ import pytest
 from engine_harness import Harness
 
 from tandem.engine.contracts.errors import ConfigError
-from tandem.engine.scheduling.speculation.lengths import FIRST_CHANCE, Acceptance, num_worthwhile
+from tandem.engine.scheduling.clock import StepClock
+from tandem.engine.scheduling.speculation.lengths import FIRST_CHANCE, Acceptance, TurnLengths, num_worthwhile
 from tandem.engine.scheduling.speculation.options import DraftModelOptions, PromptLookup, read_speculative_config
 from tandem.engine.scheduling.speculation.token_index import CANDIDATES, TokenIndex
 from tandem.engine.scheduling.speculation.verdicts import void_samples
-from tandem.engine.scheduling.step import SampleRow
+from tandem.engine.scheduling.step import RunnerOutput, SampleRow, SchedulerOutput
 
 # --- options ------------------------------------------------------------------------------------------------
 
@@ -140,6 +141,23 @@ def test_guessing_itself_costs_by_its_depth() -> None:
     assert num_worthwhile([[0.3]] * 3, 3, 3, 100, flat, 0.0, 0.001) == [1, 1, 1]  # one guess for all
 
 
+def test_what_serving_adds_to_steps_with_drafts_is_learned_and_forgotten() -> None:
+    turns = TurnLengths()
+    for _ in range(100):
+        turns.learn(False, 0.004, 0.005)
+    assert turns.slowness == 1.0
+    for _ in range(100):
+        turns.learn(True, 0.008, 0.014)
+    assert turns.slowness == pytest.approx(1.4, rel=0.02)
+    chances = [[0.6, 0.36]]
+    assert num_worthwhile(chances, 1, 1, 100, flat, 0.001, 0.0, 1.0) == [2]
+    assert num_worthwhile(chances, 1, 1, 100, flat, 0.001, 0.0, turns.slowness) == [2]
+    assert num_worthwhile(chances, 1, 1, 100, flat, 0.001, 0.0, 1.7) == [0]  # 1.96 tokens in 10.2 ms, 1 in 5
+    for _ in range(20_000):
+        turns.learn(False, 0.004, 0.005)
+    assert turns.slowness == pytest.approx(1.0, abs=0.01)
+
+
 def test_without_measured_steps_drafts_must_be_likely() -> None:
     assert num_worthwhile([[0.5, 0.25, 0.1]], 1, 1, 100, None, 0.0) == [2]
     assert num_worthwhile([[0.5]], 64, 1, 100, None, 0.0) == [0]
@@ -198,6 +216,27 @@ def test_a_right_guess_saves_steps_and_never_passes_max_tokens() -> None:
         harness.assert_output("one")
         steps[speculates] = harness.scheduler.num_steps
     assert steps[True] < 0.7 * steps[False]
+
+
+def test_drafts_whose_steps_take_longer_than_was_measured_cease() -> None:
+    now, drafted = 0.0, []
+    harness = Harness(64, speculates=True, clock=StepClock(lambda: now))
+    harness.scheduler.state.step_times.measured({16: 0.005})
+    run = harness.runner._run
+
+    def timed(output: SchedulerOutput) -> RunnerOutput:
+        nonlocal now
+        now += 0.020 if output.has_drafts else 0.005
+        drafted.append(output.has_drafts)
+        return run(output)
+
+    harness.runner._run = timed  # type: ignore[method-assign]
+    for number in range(6):
+        harness.add(str(number), [number, 1, 2], max_tokens=60)
+        harness.run()
+        harness.assert_output(str(number))
+    assert sum(drafted[:20]) > 10
+    assert sum(drafted[-100:]) < 12  # tried again now and then
 
 
 def test_a_failed_step_with_drafts_fails_its_requests_once() -> None:
