@@ -42,7 +42,11 @@ LADDER = (1, 8, 64, 256, 4096, 8192)
 LAYERS = 4  # with weights of their own, more than caches hold
 SHARED = 227 << 10  # bytes of a Hopper multiprocessor that a program can have
 
-FORMATS = {"bf16": (0, 0), "fp8": (8, 0), "fp8-blocks": (8, 128), "mxfp4": (4, 32)}  # bits, group
+# bits, whether they are e2m1, group
+FORMATS = {
+    "bf16": (0, False, 0), "fp8": (8, False, 0), "fp8-blocks": (8, False, 128), "int4": (4, False, 128),
+    "mxfp4": (4, True, 32),
+}  # fmt: skip
 
 Layer = tuple[Stack, Stack]
 # tile_n, tile_k, stages, warps of plans worth trying, of gate and up, and of down.
@@ -90,7 +94,7 @@ def candidates(base: MixturePlan, sizes: MixtureSizes) -> list[list[FewPlan | Gr
         return [[FewPlan(*each) for each in some if k % each[1] == 0] for some, k in zip(tried, inputs, strict=True)]
     tile_m, found = base.gate_up.tile_m, []
     few, many = (FP8_FEW_ROWS, FP8_MANY_ROWS) if sizes.bits == 8 else (FEW_ROWS, MANY_ROWS)
-    few, many = (E2M1_FEW_ROWS, E2M1_MANY_ROWS) if sizes.bits == 4 else (few, many)
+    few, many = (E2M1_FEW_ROWS, E2M1_MANY_ROWS) if sizes.is_e2m1 else (few, many)
     row_bytes = tile_m * (1 if base.rounded else sizes.element_bytes)
     for some, matrices, k in zip(few if tile_m <= 32 else many, (2, 1), (sizes.hidden, sizes.width), strict=True):
         fits = [
@@ -131,12 +135,19 @@ def _stack(num_experts: int, num_outputs: int, num_inputs: int, sizes: MixtureSi
     plain = random_matrix(num_experts * num_outputs, num_inputs).view(num_experts, num_outputs, num_inputs)
     if not sizes.bits:
         return plain
-    if sizes.bits == 4:
+    if sizes.is_e2m1:
         codes = torch.randint(0, 16, plain.shape, dtype=torch.uint8, device="cuda")
         return stacked_mxfp4(codes, torch.full_like(codes[:, :, ::MX_GROUP], 120))
-    made = empty_stacked(num_experts, num_outputs, num_inputs, sizes.group, "cuda")
-    made.values.copy_(plain.mul_(20))
+    made = empty_stacked(
+        num_experts, num_outputs, num_inputs, sizes.group, "cuda", torch.float16 if sizes.bits == 4 else None
+    )
     made.scales.uniform_(0.03, 0.07)
+    if made.zeros is None:
+        made.values.copy_(plain.mul_(20))
+    else:
+        made.values.random_(256)
+        made.scales.div_(4)
+        made.zeros.fill_(8)
     return made
 
 
@@ -214,8 +225,8 @@ def main() -> None:
     parser.add_argument("--weights", choices=FORMATS, default="bf16")
     parser.add_argument("--rows", type=int, nargs="+", default=LADDER)
     options = parser.parse_args()
-    bits, group = FORMATS[options.weights]
-    sizes = SHAPES[options.shape]._replace(bits=bits, group=group)
+    bits, is_e2m1, group = FORMATS[options.weights]
+    sizes = SHAPES[options.shape]._replace(bits=bits, is_e2m1=is_e2m1, group=group)
     copied, rate = measure_limits()
     print(
         f"{options.shape}, {options.weights}: copy {copied / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s",

@@ -47,11 +47,6 @@ def load_config(folder: Path, options: ModelOptions) -> ModelConfig | HFConfig:
 def _with_quantisation(config: ModelConfig, asked: str) -> ModelConfig:
     """Raises ConfigError where the checkpoint is not what the option says."""
     found = config.quantisation
-    if config.mixture is not None and found is not None and found.bits != 8:
-        raise ConfigError(
-            f"experts of {found.bits} bits ({found.method}) are not supported: use a checkpoint in fp8, or one in bf16 "
-            "with --quantization fp8"
-        )
     if asked == "auto" or (found is not None and asked == found.method):
         return config
     if asked == "fp8" and found is None:

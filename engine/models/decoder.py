@@ -336,12 +336,13 @@ class DecoderModel(nn.Module):
     def _quantise(self, how: Quantisation, scale_dtype: torch.dtype, device: torch.device | str) -> None:
         """Gives the layers' products quantised weights, uninitialised. Raises ConfigError for sizes that have none."""
         for name, module in self.layers.named_modules():
-            if isinstance(module, StackedExperts):
-                module.quantise(how, f"layers.{name}", self.config.architecture, device)
-            if not isinstance(module, Linear) or how.leaves_out_merged(f"model.layers.{name}"):
+            if isinstance(module, Linear) and how.leaves_out_merged(f"model.layers.{name}"):
                 continue
             try:
-                module.hold(empty_weight(how, module.out_features, module.in_features, scale_dtype, device))
+                if isinstance(module, StackedExperts):
+                    module.quantise(how, f"layers.{name}", self.config.architecture, scale_dtype, device)
+                elif isinstance(module, Linear):
+                    module.hold(empty_weight(how, module.out_features, module.in_features, scale_dtype, device))
             except ValueError as error:
                 ranks = "" if self.group is None else "; take a smaller --tensor-parallel-size"
                 raise ConfigError(f"layers.{name} can't be quantised so: {error}{ranks}") from None

@@ -36,9 +36,17 @@ class StackedExperts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(len(config.own), 2 * config.width, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(len(config.own), hidden_size, config.width))
 
-    def quantise(self, how: Quantisation, module: str, architecture: str, device: torch.device | str) -> None:
+    def quantise(
+        self,
+        how: Quantisation,
+        module: str,
+        architecture: str,
+        scale_dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
         """Makes room for quantised matrices in place of the parameters, unless the checkpoint leaves them as they are:
-        what it says of the first expert counts for all. `module`: the name of this one. Raises ConfigError."""
+        what it says of the first expert counts for all. `module`: the name of this one; `scale_dtype`: of 4 bits.
+        Raises ConfigError, and ValueError for sizes that have none."""
         shapes = {name: getattr(self, name).shape for name in ("gate_up_proj", "down_proj")}
         first = [expert_layers(f"{module}.{name}", shape[1], range(1), architecture) for name, shape in shapes.items()]
         if how.leaves_out_all(name for names in first for name in names):
@@ -46,7 +54,10 @@ class StackedExperts(nn.Module):
         for name, shape in shapes.items():
             delattr(self, name)
             num_experts, num_outputs, num_inputs = shape
-            setattr(self, name, empty_stacked(num_experts, num_outputs, num_inputs, how.group, device))
+            if how.bits == 4 and num_inputs % how.least_inputs:
+                raise ValueError(f"{num_inputs} inputs are no whole groups of {how.least_inputs}")
+            int4_scales = scale_dtype if how.bits == 4 else None
+            setattr(self, name, empty_stacked(num_experts, num_outputs, num_inputs, how.group, device, int4_scales))
 
     def quantised(self) -> dict[str, StackedWeight]:
         """Own name -> matrices of all experts, where they are quantised."""

@@ -77,13 +77,15 @@ def serves(
     values = [each.values if isinstance(each, StackedWeight) else each for each in (gate_up_XGE, down_XEF)]
     sizes = _sizes(x_TE, ids_Tk, down_XEF, clamp)
     if sizes.bits:
-        # e4m3 came with 8.9, products of two numbers in bf16 with 8.0; fp16 is too narrow for powers of two.
-        least = (8, 9) if sizes.bits == 8 else (8, 0)
-        if torch.cuda.get_device_capability(x_TE.device) < least or (sizes.bits == 4 and x_TE.dtype == torch.float16):
+        # e4m3 came with 8.9, products of two numbers in bf16 with 8.0; fp16 is too narrow for powers of two, and
+        # integers become 16 bit.
+        least, no_type = (8, 9) if sizes.bits == 8 else (8, 0), torch.float16 if sizes.is_e2m1 else torch.float32
+        if torch.cuda.get_device_capability(x_TE.device) < least or (sizes.bits == 4 and x_TE.dtype == no_type):
             return False
     elif any(each.dtype != x_TE.dtype for each in values):
         return False
-    return _are_aligned(x_TE, *values) and _are_right(sizes, x_TE.dtype, x_TE.device)
+    scale_dtype = down_XEF.scales.dtype if isinstance(down_XEF, StackedWeight) else x_TE.dtype
+    return _are_aligned(x_TE, *values) and _are_right(sizes, x_TE.dtype, scale_dtype, x_TE.device)
 
 
 def run_plan(
@@ -107,7 +109,8 @@ def _sizes(x_TE: torch.Tensor, ids_Tk: torch.Tensor, down_XEF: Stack, clamp: Cla
     sizes = MixtureSizes(num_experts, ids_Tk.shape[1], hidden, width, x_TE.element_size(), clamp=clamp)
     if not isinstance(down_XEF, StackedWeight):
         return sizes
-    return sizes._replace(bits=down_XEF.bits, group=down_XEF.group, has_bias=down_XEF.bias is not None)
+    has_bias, is_e2m1 = down_XEF.bias is not None, down_XEF.is_e2m1
+    return sizes._replace(bits=down_XEF.bits, is_e2m1=is_e2m1, group=down_XEF.group, has_bias=has_bias)
 
 
 def _are_aligned(*tensors: torch.Tensor) -> bool:
@@ -119,14 +122,14 @@ def _are_aligned(*tensors: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _are_right(sizes: MixtureSizes, dtype: torch.dtype, device: torch.device) -> bool:
+def _are_right(sizes: MixtureSizes, dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device) -> bool:
     """Every plan is tried with some rows on a few experts, of which one is chosen by none; some pairs' aren't here."""
     plans = every_plan(sizes)
     if not plans or choose_plan(1 << 20, sizes) is None:
         return False
     few = min(TRIAL_EXPERTS, sizes.num_experts)
-    gate_up = _random_stack(few, 2 * sizes.width, sizes.hidden, sizes, dtype, device, 1)
-    down = _random_stack(few, sizes.hidden, sizes.width, sizes, dtype, device, 2)
+    gate_up = _random_stack(few, 2 * sizes.width, sizes.hidden, sizes, dtype, scale_dtype, device, 1)
+    down = _random_stack(few, sizes.hidden, sizes.width, sizes, dtype, scale_dtype, device, 2)
     x = product_trials.random_matrix(19, sizes.hidden, dtype, device, 3) * 20
     pairs = torch.arange(19 * sizes.top_k, dtype=torch.int32, device=device).view(19, -1)
     ids = torch.where(pairs % 5 == 4, NOT_HERE, pairs % max(1, few - 1))
@@ -170,6 +173,7 @@ def _random_stack(
     num_inputs: int,
     sizes: MixtureSizes,
     dtype: torch.dtype,
+    scale_dtype: torch.dtype,
     device: torch.device,
     seed: int,
 ) -> Stack:
@@ -179,11 +183,17 @@ def _random_stack(
     if not sizes.bits:
         return stack
     bias = stack[:, :, 0].contiguous() if sizes.has_bias else None
-    if sizes.bits == 4:
+    if sizes.is_e2m1:
         codes = torch.arange(stack.numel(), device=device, dtype=torch.int32).view(stack.shape)
         exponents = 117 + codes[:, :, : num_inputs // sizes.group] % 5
         return stacked_mxfp4((codes * 7 % 31 % 16).to(torch.uint8), exponents.to(torch.uint8), bias)
-    made = empty_stacked(num_experts, num_outputs, num_inputs, sizes.group, device)
+    int4_scales = scale_dtype if sizes.bits == 4 else None
+    made = empty_stacked(num_experts, num_outputs, num_inputs, sizes.group, device, int4_scales)
     made.scales.uniform_(0.5, 1.5)
-    made.values.copy_(stack)
+    if made.zeros is None:
+        made.values.copy_(stack)
+    else:
+        made.scales.div_(64)
+        made.zeros.copy_(torch.arange(made.zeros.numel(), device=device).view(made.zeros.shape) % 16)
+        made.values.copy_(torch.arange(made.values.numel(), device=device).view(made.values.shape) * 7 % 251)
     return replace(made, bias=bias)

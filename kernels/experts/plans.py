@@ -11,6 +11,10 @@ from typing import Literal, NamedTuple
 NOT_HERE = -1  # an id: another rank has the expert
 MOST_FEW_TOKENS = 4  # that take the way without tensor cores; a guess
 SPARE = 1.5  # tiles have room for so many times the rows that an expert has on average; a guess
+LANE_INPUTS = 32  # of a word's eight numbers of 4 bits, and those of its neighbours
+# Inputs of a tile of e2m1 for few rows, from so many such tiles a row on: steps wait for each other, and those of 64
+# inputs took most of the time (docs/measurements.md#mixtures-of-experts). Guesses.
+LONG_TILE, FEW_STEPS = 256, 2
 TILES_M = (16, 32, 64, 128)  # pairs of a tile; a guess
 
 
@@ -63,8 +67,8 @@ class Clamp(NamedTuple):
 
 class MixtureSizes(NamedTuple):
     """What a mixture's matrices are: gate and up [num_experts, 2 * width, hidden], down [num_experts, hidden, width].
-    Activations are of `element_bytes`; weights too, or of 8 `bits` (e4m3) or 4 (e2m1), of which `group` inputs (0: all)
-    share a scale."""
+    Activations are of `element_bytes`; weights too, or of 8 `bits` (e4m3) or 4 (`is_e2m1`, or integers), of which
+    `group` inputs (0: all) share a scale."""
 
     num_experts: int
     top_k: int
@@ -72,6 +76,7 @@ class MixtureSizes(NamedTuple):
     width: int
     element_bytes: int = 2
     bits: int = 0
+    is_e2m1: bool = False
     group: int = 0
     has_bias: bool = False
     clamp: Clamp | None = None
@@ -145,12 +150,14 @@ def _grouped(
     products are sums of their own before they are scaled."""
     is_wide, group, element_bytes = tile_m == TILES_M[-1], sizes.group, sizes.element_bytes
     tile_n = _largest(num_outputs, (128, 64, 32, 16) if (is_wide and not group) or not is_gated else (64, 32, 16))
-    if sizes.bits == 4:  # a tile has whole groups, whose scales multiply weights
-        tiles: tuple[int, ...] = (128, 64, 32) if tile_m < 64 and element_bytes == 2 else (64, 32)
+    if sizes.is_e2m1 and tile_m < 64 and element_bytes == 2 and num_inputs > FEW_STEPS * LONG_TILE:
+        tiles: tuple[int, ...] = (LONG_TILE,)  # the last one of a row may have less
+    elif sizes.is_e2m1:  # a tile has whole groups, whose scales multiply weights
+        tiles = (64, 32)
     else:
         most = (128, 64, 32, 16) if (tile_m < 64 or sizes.bits == 8) and element_bytes == 2 else (64, 32, 16)
-        tiles = tuple(tile for tile in most if group % tile == 0)
-    tile_k = _largest(num_inputs, tiles)
+        tiles = tuple(tile for tile in most if group % tile == 0 and (sizes.bits != 4 or tile >= LANE_INPUTS))
+    tile_k = LONG_TILE if tiles == (LONG_TILE,) else _largest(num_inputs, tiles)
     if not tile_n or not tile_k or (group and num_inputs % group):
         return None
     warps = 8 if is_wide and tile_n == 128 else 4

@@ -17,19 +17,25 @@ MOST_EXPONENT = 128  # of a scale, by 127 too large: kernels know scales up to 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedWeight:
-    """[X, N, K]: values * scales. Of 8 bits `values` e4m3 [X, N, K] and `scales` fp32 [X, G, N] contiguous; of 4 bits
-    `values` uint8 [X, N, K / 2], e2m1 ordered by `packed`, and `scales` uint8 [X, N, G] contiguous: powers of two, as
-    exponents that are by 127 too large (MXFP4). `group`: inputs that share a scale (the last group of 8 bits may have
-    fewer); 0: all of them, G is 1. `bias` [X, N] contiguous is added to products."""
+    """[X, N, K]: (values - zeros) * scales, as a QuantisedWeight each: `values` e4m3 [X, N, K], or of 4 bits uint8
+    [X, N, K / 2]; `scales` of any float, and of 4 bits `zeros`, [X, G, N] contiguous. Without zeros 4 bits are e2m1,
+    ordered likewise, and `scales` uint8 [X, N, G] contiguous: powers of two, as exponents that are by 127 too large
+    (MXFP4). `group`: inputs that share a scale (the last group of 8 bits may have fewer); 0: all of them, G is 1.
+    `bias` [X, N] contiguous is added to products."""
 
     values: torch.Tensor
     scales: torch.Tensor
     group: int = 0
     bias: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
 
     @property
     def bits(self) -> int:
         return 4 if self.values.dtype == torch.uint8 else 8
+
+    @property
+    def is_e2m1(self) -> bool:
+        return self.bits == 4 and self.zeros is None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -38,17 +44,18 @@ class StackedWeight:
 
     @property
     def num_bytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes
+        return sum(each.nbytes for each in (self.values, self.scales, self.zeros) if each is not None)
 
     def rows(self, expert: int, start: int, stop: int) -> QuantisedWeight:
-        """Outputs `start` to `stop` of an expert of 8 bits, a view."""
-        assert self.bits == 8, "no QuantisedWeight has powers of two"
+        """Outputs `start` to `stop` of an expert, a view; not of e2m1."""
+        assert not self.is_e2m1, "no QuantisedWeight has powers of two"
         scales_GN = self.scales[expert, :, start:stop]
-        return QuantisedWeight(self.values[expert, start:stop], scales_GN, None, self.group)
+        zeros_GN = None if self.zeros is None else self.zeros[expert, :, start:stop]
+        return QuantisedWeight(self.values[expert, start:stop], scales_GN, zeros_GN, self.group)
 
     def dequantised(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
         """[N, K] of an expert, rounded once."""
-        if self.bits == 8:
+        if not self.is_e2m1:
             return self.rows(expert, 0, self.shape[1]).dequantised(dtype)
         exponents_NG = self.scales[expert].int() - 127
         groups = e2m1(unpacked(self.values[expert])).unflatten(1, (-1, MX_GROUP))
@@ -64,13 +71,22 @@ def e2m1(codes: torch.Tensor) -> torch.Tensor:
 
 
 def empty_stacked(
-    num_experts: int, num_outputs: int, num_inputs: int, group: int, device: torch.device | str
+    num_experts: int,
+    num_outputs: int,
+    num_inputs: int,
+    group: int,
+    device: torch.device | str,
+    int4_scales: torch.dtype | None = None,
 ) -> StackedWeight:
-    """Room for matrices of 8 bits."""
+    """Room for matrices of 8 bits, or of integers of 4 with scales and zero points of a type."""
     groups = -(-num_inputs // group) if group else 1
-    values = torch.empty((num_experts, num_outputs, num_inputs), dtype=FP8, device=device)
-    scales = torch.empty((num_experts, groups, num_outputs), dtype=torch.float32, device=device)
-    return StackedWeight(values, scales, group)
+    sizes = num_experts, groups, num_outputs
+    if int4_scales is None:
+        values = torch.empty((num_experts, num_outputs, num_inputs), dtype=FP8, device=device)
+        return StackedWeight(values, torch.empty(sizes, dtype=torch.float32, device=device), group)
+    values = torch.empty((num_experts, num_outputs, num_inputs // 2), dtype=torch.uint8, device=device)
+    scales, zeros = (torch.empty(sizes, dtype=int4_scales, device=device) for _ in range(2))
+    return StackedWeight(values, scales, group, None, zeros)
 
 
 def stacked_mxfp4(

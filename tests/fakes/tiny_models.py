@@ -64,6 +64,7 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}, {}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": False}, {}),
     "mixtral": ("Mixtral", {**EXPERTS, "intermediate_size": 48, "sliding_window": 32}, {}),
+    "mixtral_64": ("Mixtral", {**EXPERTS, "intermediate_size": 64}, {}),  # whole groups of 32 inputs, shared by two
     "qwen3_moe": (
         "Qwen3Moe",
         {**EXPERTS, "moe_intermediate_size": 48, "mlp_only_layers": [1], "norm_topk_prob": True},

@@ -122,13 +122,36 @@ def test_every_plan_over_e4m3_makes_what_dequantised_experts_make(
             assert torch.equal(out, run_plan(plan, x, ids, weights, gate_up, down)), plan
 
 
+@pytest.mark.parametrize(("group", "scale_dtype"), [(128, torch.float16), (0, torch.bfloat16)])
+def test_every_plan_over_integers_of_four_bits_makes_what_dequantised_experts_make(
+    group: int, scale_dtype: torch.dtype
+) -> None:
+    sizes = SHAPES[0]._replace(bits=4, group=group)
+
+    def stack(num_outputs: int, num_inputs: int) -> StackedWeight:
+        made = empty_stacked(sizes.num_experts, num_outputs, num_inputs, group, CUDA, scale_dtype)
+        assert made.zeros is not None
+        made.values.random_(256)
+        made.scales.uniform_(0.002, 0.006)
+        made.zeros.random_(16)
+        return made
+
+    gate_up, down = stack(2 * sizes.width, sizes.hidden), stack(sizes.hidden, sizes.width)
+    for num_tokens in (1, 61, 700):
+        x, ids, weights, _, _ = made(num_tokens, SHAPES[0], torch.bfloat16)
+        assert serves(x, ids, gate_up, down)
+        exact = twins.mixture(x.double(), ids, weights.double(), gate_up, down)
+        for plan in every_plan(sizes):
+            assert relative_error(run_plan(plan, x, ids, weights, gate_up, down), exact) < 8e-3, plan
+
+
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
     [(MixtureSizes(32, 4, 2880, 2880), torch.bfloat16), (MixtureSizes(6, 2, 64, 96), torch.float32)],
 )
 def test_every_plan_over_e2m1_makes_what_dequantised_experts_make(sizes: MixtureSizes, dtype: torch.dtype) -> None:
     clamp = Clamp(1.702, 7.0)
-    sizes = sizes._replace(element_bytes=dtype.itemsize, bits=4, group=32, has_bias=True, clamp=clamp)
+    sizes = sizes._replace(element_bytes=dtype.itemsize, bits=4, is_e2m1=True, group=32, has_bias=True, clamp=clamp)
 
     def stack(num_outputs: int, num_inputs: int) -> StackedWeight:
         shape = (sizes.num_experts, num_outputs, num_inputs)

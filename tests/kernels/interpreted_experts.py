@@ -137,7 +137,27 @@ def test_a_mixture_of_e4m3_is_what_its_dequantised_experts_make(plan: MixturePla
         torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("tile_k", [32, 64])
+@pytest.mark.parametrize("group", [0, 64])
+def test_a_mixture_of_integers_of_four_bits_is_what_its_dequantised_experts_make(group: int) -> None:
+    torch.manual_seed(6)
+
+    def stack(num_outputs: int, num_inputs: int) -> StackedWeight:
+        made = empty_stacked(4, num_outputs, num_inputs, group, "cpu", torch.float16)
+        assert made.zeros is not None
+        made.values.random_(256)
+        made.scales.copy_(0.01 + torch.arange(made.scales.numel()).view(made.scales.shape) % 37 / 1000)
+        made.zeros.copy_(torch.randint(0, 16, made.zeros.shape))
+        return made
+
+    gate_up, down = stack(128, 128), stack(128, 64)
+    x, weights = torch.randn(5, 128) / 4, torch.rand(5, 2)
+    ids = torch.stack([torch.randperm(4)[:2] - 1 for _ in range(5)]).int()
+    product = GroupedPlan(32, 16, 32, 2, 4)
+    made = launch(MixturePlan(product, product), x, ids, weights, gate_up, down)
+    torch.testing.assert_close(made, twins.mixture(x, ids, weights, gate_up, down), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tile_k", [32, 128])
 def test_a_mixture_of_e2m1_with_biases_is_what_its_dequantised_experts_make(tile_k: int) -> None:
     torch.manual_seed(5)
 
@@ -146,8 +166,8 @@ def test_a_mixture_of_e2m1_with_biases_is_what_its_dequantised_experts_make(tile
         exponents = torch.randint(120, 129, (4, num_outputs, num_inputs // 32), dtype=torch.uint8)
         return stacked_mxfp4(codes, exponents, torch.randn(4, num_outputs))
 
-    gate_up, down, clamp = stack(128, 128), stack(128, 64), Clamp(1.702, 7.0)
-    x, weights = torch.randn(5, 128) / 40, torch.rand(5, 2)
+    gate_up, down, clamp = stack(128, 160), stack(160, 64), Clamp(1.702, 7.0)
+    x, weights = torch.randn(5, 160) / 40, torch.rand(5, 2)
     ids = torch.stack([torch.randperm(4)[:2] - 1 for _ in range(5)]).int()
     product = GroupedPlan(32, 16, tile_k, 2, 4)
     made = launch(MixturePlan(product, product), x, ids, weights, gate_up, down, clamp=clamp)

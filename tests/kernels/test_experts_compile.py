@@ -26,7 +26,7 @@ TYPES = {
     "weights": "*fp32", "ids": "*i32", "order": "*i32", "tiles": "*i32", "scales": "*fp32", "x_scales": "*fp32",
     "tally": "*i32", "slots": "*i64",
 }  # fmt: skip
-UNUSED = {"counts": "*fp32", "alpha": "fp32", "limit": "fp32"}
+UNUSED = {"zeros": "*fp32", "counts": "*fp32", "alpha": "fp32", "limit": "fp32"}
 QWEN3_30B = MixtureSizes(128, 8, 2048, 768)
 
 
@@ -77,14 +77,23 @@ def test_products_over_e4m3_compile() -> None:
 
 
 def test_products_over_e2m1_compile() -> None:
-    plan = choose_plan(64, MixtureSizes(32, 4, 2880, 2880, bits=4, group=32))
+    plan = choose_plan(64, MixtureSizes(32, 4, 2880, 2880, bits=4, is_e2m1=True, group=32))
     assert plan is not None
     assert isinstance(plan.gate_up, GroupedPlan)
-    constants = launch.grouped_constants(plan.gate_up, is_gated=True, bits=4, has_bias=True, clamped=True)
-    types = {**TYPES, "weight": "*i32", "scales": "*u8", "bias": "*bf16", "counts": "*fp32"}
-    compiled = compile_kernel(grouped_kernel, {**types, "alpha": "fp32", "limit": "fp32"}, constants)
+    constants = launch.grouped_constants(plan.gate_up, is_gated=True, bits=4, is_e2m1=True, has_bias=True, clamped=True)
+    types = {**TYPES, **UNUSED, "weight": "*i32", "scales": "*u8"}
+    compiled = compile_kernel(grouped_kernel, types, constants)
     assert "wgmma.mma_async" in compiled.asm["ptx"]
     assert "fma.rn.bf16x2" in compiled.asm["ptx"]
+
+
+def test_products_over_integers_of_four_bits_compile() -> None:
+    plan = choose_plan(64, QWEN3_30B._replace(bits=4, group=128))
+    assert plan is not None
+    assert isinstance(plan.gate_up, GroupedPlan)
+    constants = launch.grouped_constants(plan.gate_up, is_gated=True, bits=4, group=128)
+    types = {**TYPES, **UNUSED, "weight": "*i32", "scales": "*fp16", "zeros": "*fp16"}
+    assert "wgmma.mma_async" in compile_kernel(grouped_kernel, types, constants).asm["ptx"]
 
 
 def test_what_lies_between_products_compiles() -> None:

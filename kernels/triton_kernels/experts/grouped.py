@@ -15,28 +15,41 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.triton_kernels.common import INTERPRETED, begin, dot
-from tandem.kernels.triton_kernels.experts.stored import e2m1_tile
+from tandem.kernels.triton_kernels.experts.stored import e2m1_tile, int4_tile
 from tandem.kernels.triton_kernels.products.matmul_quantised import widened
 
 
 @triton.jit
 def _add_product(
-    acc, stored, values, scale, BITS: tl.constexpr, GROUP: tl.constexpr, ROUNDED: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    acc, stored, values, scale, zero, BITS: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr,
+    ROUNDED: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """acc + weights @ values, with GROUP times the outputs' scale of these inputs. Of 4 bits `scale` has exponents."""
-    if BITS == 4:
+    """acc + weights @ values, with GROUP times the outputs' scale of these inputs. Of e2m1 `scale` has exponents."""
+    if E2M1:
         weights = e2m1_tile(stored, scale, values.dtype, TILE_N, TILE_K)
+    elif BITS == 4:
+        weights = int4_tile(stored, zero, values.dtype, TILE_N, TILE_K)
     elif BITS == 8 and not ROUNDED:
         weights = widened(stored, values.dtype)
     else:
         weights = stored
     if GROUP > 0:
-        return acc + dot(weights, values) * scale[:, None]
+        return acc + dot(weights, values) * scale.to(tl.float32)[:, None]
     elif INTERPRETED or weights.dtype == tl.float32:
         return acc + dot(weights, values)
     else:  # the tensor cores keep few bits of sums over e4m3, so those of a step are added up in fp32
         return tl.dot(weights, values, acc, max_num_imprecise_acc=TILE_K if ROUNDED else None)
+
+
+@triton.jit
+def _load_scale(marks, ahead, CUT: tl.constexpr, TILE_K: tl.constexpr):
+    """What lies at `marks + ahead`. CUT: exponents of e2m1, of inputs past K finite ones: their weights are 0, and 0
+    times what isn't finite is no number."""
+    if CUT > 0:
+        there = tl.arange(0, TILE_K // 32)[None, :] < CUT // 32 - ahead
+        return tl.load(marks + ahead, mask=there, other=0)
+    else:
+        return tl.load(marks + ahead)
 
 
 @triton.jit
@@ -57,7 +70,8 @@ def grouped_kernel(
     x,  # [T, K] of GATED, else [P, K] in the order of `order`; strides (16 * x_row, 1)
     x_scales,  # fp32, one a row of x, where ROUNDED
     weight,  # [X, N, K], strides (16 * w_expert, 16 * w_row, 1); of 4 bits int32 [X, N, K / 8], 4 * in place of 16 *
-    scales,  # fp32 [X, G, N] contiguous, of 8 bits; uint8 [X, N, K / 32] contiguous, of 4
+    scales,  # any float [X, G, N] contiguous, of quantised weights; of e2m1 uint8 [X, N, K / 32] contiguous
+    zeros,  # as scales: what is stored for 0; of 4 bits but e2m1
     bias,  # [X, N] contiguous, where HAS_BIAS
     order,  # int32 [P]: pairs, expert by expert
     tiles,  # int32 [grid's tiles along M, 4]: expert, first place in `order`, number of pairs, 0
@@ -77,8 +91,10 @@ def grouped_kernel(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     GATED: tl.constexpr,  # y = silu(first half of outputs) * second half
-    BITS: tl.constexpr,  # of weights: 8 (e4m3), 4 (e2m1), 0: they are as x
-    GROUP: tl.constexpr,  # of 8 bits, inputs that share a scale, a multiple of TILE_K; 0: all
+    BITS: tl.constexpr,  # of weights: 8 (e4m3), 4, 0: they are as x
+    E2M1: tl.constexpr,  # of 4 bits: not integers with a scale and a zero point
+    GROUP: tl.constexpr,  # inputs that share a scale, a multiple of TILE_K; 0: all, or E2M1
+    CUT: tl.constexpr,  # of E2M1: K, where TILE_K doesn't divide it; else 0
     HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
     ROUNDED: tl.constexpr,
@@ -108,39 +124,54 @@ def grouped_kernel(
     acc = tl.zeros([TILE_N, TILE_M], tl.float32)
     acc_up = tl.zeros([TILE_N, TILE_M], tl.float32)
     num_outputs = tiles_n * TILE_N * (2 if GATED else 1)
-    if BITS == 4:
-        groups = steps * (TILE_K // 32)
+    if E2M1:
+        groups = CUT // 32 if CUT > 0 else steps * (TILE_K // 32)
         marks = scales + (expert * num_outputs + outputs)[:, None] * groups + tl.arange(0, TILE_K // 32)[None, :]
         up_marks = marks + up * groups
     else:
-        marks = scales + outputs
-        if BITS == 8:
-            marks += expert * ((steps * TILE_K // GROUP if GROUP > 0 else 1) * num_outputs)
+        first_mark = outputs + expert * ((steps * TILE_K // GROUP if GROUP > 0 else 1) * num_outputs)
+        marks = scales + first_mark
         up_marks = marks + up
-    # Of each step's inputs, and loaded a step ahead; with one scale an output they aren't read here.
-    next_scale = tl.load(marks) if GROUP > 0 or BITS == 4 else outputs
-    next_up_scale = tl.load(up_marks) if (GROUP > 0 or BITS == 4) and GATED else outputs
+    # Of each step's inputs, and loaded a step ahead; what isn't needed isn't read.
+    next_scale = _load_scale(marks, 0, CUT, TILE_K) if GROUP > 0 or E2M1 else outputs
+    next_up_scale = _load_scale(up_marks, 0, CUT, TILE_K) if (GROUP > 0 or E2M1) and GATED else outputs
+    next_zero = tl.load(zeros + first_mark) if BITS == 4 and not E2M1 else outputs
+    next_up_zero = tl.load(zeros + first_mark + up) if BITS == 4 and not E2M1 and GATED else outputs
     for step in tl.range(0, steps, num_stages=STAGES):
-        scale, up_scale = next_scale, next_up_scale
-        if GROUP > 0 or BITS == 4:
+        scale, up_scale, zero, up_zero = next_scale, next_up_scale, next_zero, next_up_zero
+        if GROUP > 0 or E2M1:
             following = tl.minimum(step + 1, steps - 1)
-            ahead = following * (TILE_K // 32) if BITS == 4 else following * TILE_K // GROUP * num_outputs
-            next_scale = tl.load(marks + ahead)
+            ahead = following * (TILE_K // 32) if E2M1 else following * TILE_K // GROUP * num_outputs
+            next_scale = _load_scale(marks, ahead, CUT, TILE_K)
             if GATED:
-                next_up_scale = tl.load(up_marks + ahead)
-        values_KM = tl.load(inputs + step * TILE_K)
-        gates = tl.load(weights + step * WIDTH)
-        acc = _add_product(acc, gates, values_KM, scale, BITS, GROUP, ROUNDED, TILE_N, TILE_K)
+                next_up_scale = _load_scale(up_marks, ahead, CUT, TILE_K)
+            if BITS == 4 and not E2M1:
+                next_zero = tl.load(zeros + first_mark + ahead)
+                if GATED:
+                    next_up_zero = tl.load(zeros + first_mark + up + ahead)
+        if CUT > 0:
+            inside = step * TILE_K + columns < CUT
+            whole = step * WIDTH + tl.arange(0, WIDTH) < CUT // 8
+            values_KM = tl.load(inputs + step * TILE_K, mask=inside[:, None], other=0.0)
+            gates = tl.load(weights + step * WIDTH, mask=whole[None, :], other=0)
+        else:
+            values_KM = tl.load(inputs + step * TILE_K)
+            gates = tl.load(weights + step * WIDTH)
+        acc = _add_product(acc, gates, values_KM, scale, zero, BITS, E2M1, GROUP, ROUNDED, TILE_N, TILE_K)
         if GATED:
-            uppers = tl.load(ups + step * WIDTH)
-            acc_up = _add_product(acc_up, uppers, values_KM, up_scale, BITS, GROUP, ROUNDED, TILE_N, TILE_K)
+            uppers = (
+                tl.load(ups + step * WIDTH, mask=whole[None, :], other=0) if CUT > 0 else tl.load(ups + step * WIDTH)
+            )
+            acc_up = _add_product(
+                acc_up, uppers, values_KM, up_scale, up_zero, BITS, E2M1, GROUP, ROUNDED, TILE_N, TILE_K
+            )
     if ROUNDED:
         row_scales = tl.load(x_scales + sources)[None, :]
         acc, acc_up = acc * row_scales, acc_up * row_scales
-    if BITS == 8 and GROUP == 0:
-        acc *= tl.load(marks)[:, None]
+    if BITS > 0 and GROUP == 0 and not E2M1:
+        acc *= tl.load(marks).to(tl.float32)[:, None]
         if GATED:
-            acc_up *= tl.load(up_marks)[:, None]
+            acc_up *= tl.load(up_marks).to(tl.float32)[:, None]
     if HAS_BIAS:
         biases = bias + expert * num_outputs + outputs
         acc += tl.load(biases).to(tl.float32)[:, None]

@@ -18,15 +18,17 @@ from tandem.kernels.triton_kernels.experts.sort import sort_triton
 
 
 class _Stored(NamedTuple):
-    """What kernels take of a matrix. What it lacks, scales or a bias, is never read. Strides are in 16 elements, or of
-    quantised ones in 16 bytes."""
+    """What kernels take of a matrix. What it lacks, scales, zero points or a bias, is never read. Strides are in 16
+    elements, or of quantised ones in 16 bytes."""
 
     values: torch.Tensor
     scales: torch.Tensor
+    zeros: torch.Tensor
     bias: torch.Tensor
     row: int
     expert: int
     bits: int = 0
+    is_e2m1: bool = False
     group: int = 0
     has_bias: bool = False
 
@@ -35,11 +37,13 @@ class _Stored(NamedTuple):
         values = weight if isinstance(weight, torch.Tensor) else weight.values
         expert, row, _ = (stride // 16 for stride in values.stride())
         if isinstance(weight, torch.Tensor):
-            return cls(values, values, values, row, expert)
+            return cls(values, values, values, values, row, expert)
         if weight.bits == 4:
             values = values.view(torch.int32)
-        bias, group = weight.scales if weight.bias is None else weight.bias, weight.group if weight.bits == 8 else 0
-        return cls(values, weight.scales, bias, row, expert, weight.bits, group, weight.bias is not None)
+        scales, bias = weight.scales, weight.bias
+        zeros, has_bias = scales if weight.zeros is None else weight.zeros, bias is not None
+        group, bias = 0 if weight.is_e2m1 else weight.group, scales if bias is None else bias
+        return cls(values, scales, zeros, bias, row, expert, weight.bits, weight.is_e2m1, group, has_bias)
 
 
 def grouped_constants(
@@ -48,15 +52,17 @@ def grouped_constants(
     is_gated: bool,
     rounded: bool = False,
     bits: int = 0,
+    is_e2m1: bool = False,
     group: int = 0,
+    cut: int = 0,
     has_bias: bool = False,
     clamped: bool = False,
 ) -> dict[str, Any]:
     """The kernel's compile-time constants and options for a plan and matrices that are stored so."""
     return {
         "TILE_N": plan.tile_n, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "GATED": is_gated, "BITS": bits,
-        "GROUP": group, "HAS_BIAS": has_bias, "CLAMPED": clamped, "ROUNDED": rounded, "STAGES": plan.stages,
-        "num_warps": plan.warps,
+        "E2M1": is_e2m1, "GROUP": group, "CUT": cut, "HAS_BIAS": has_bias, "CLAMPED": clamped, "ROUNDED": rounded,
+        "STAGES": plan.stages, "num_warps": plan.warps,
     }  # fmt: skip
 
 
@@ -153,16 +159,18 @@ def _launch_grouped(
     is_gated: bool,
 ) -> None:
     values, num_outputs, num_inputs = weight.values, out.shape[1], x.shape[1]
-    assert num_outputs % plan.tile_n == 0 == num_inputs % plan.tile_k, f"{plan} for {tuple(values.shape)}"
+    cut = num_inputs if num_inputs % plan.tile_k else 0
+    assert num_outputs % plan.tile_n == 0, f"{plan} for {tuple(values.shape)}"
+    assert weight.is_e2m1 or not cut, f"{plan} for {num_inputs} inputs"
     assert weight.group % plan.tile_k == 0, f"{plan} for groups of {weight.group}"
     x, x_scales = quantise_rows(x) if rounded else (x, weight.scales)
     tiles_n, (alpha, limit) = num_outputs // plan.tile_n, clamp or (1.0, 0.0)
     constants = grouped_constants(
-        plan, is_gated=is_gated, rounded=rounded, bits=weight.bits, group=weight.group, has_bias=weight.has_bias,
-        clamped=clamp is not None,
+        plan, is_gated=is_gated, rounded=rounded, bits=weight.bits, is_e2m1=weight.is_e2m1, group=weight.group,
+        cut=cut, has_bias=weight.has_bias, clamped=clamp is not None,
     )  # fmt: skip
     grouped_kernel[(len(tiles) * tiles_n,)](
-        x, x_scales, values, weight.scales, weight.bias, order, tiles, weights_Tk, out, num_inputs // plan.tile_k,
-        tiles_n, x.stride(0) // 16, weight.row, weight.expert, num_outputs, out.stride(0) // 16,
-        weights_Tk.shape[1], alpha, limit, **constants, **overlap(x.device),
+        x, x_scales, values, weight.scales, weight.zeros, weight.bias, order, tiles, weights_Tk, out,
+        triton.cdiv(num_inputs, plan.tile_k), tiles_n, x.stride(0) // 16, weight.row, weight.expert, num_outputs,
+        out.stride(0) // 16, weights_Tk.shape[1], alpha, limit, **constants, **overlap(x.device),
     )  # fmt: skip

@@ -1,5 +1,6 @@
-"""Quantised matrices of experts as the kernels read them: e4m3 with a scale an output, or one a group of inputs; e2m1
-with a power of two for every 32 inputs (MXFP4: OCP Microscaling Formats 1.0)."""
+"""Quantised matrices of experts as the kernels read them: e4m3 with a scale an output, or one a group of inputs;
+integers of 4 bits likewise, with zero points; e2m1 with a power of two for every 32 inputs (MXFP4: OCP Microscaling
+Formats 1.0)."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -8,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.triton_kernels.common import INTERPRETED
-from tandem.kernels.triton_kernels.products.matmul_quantised import widened
+from tandem.kernels.triton_kernels.products.matmul_quantised import eight_numbers, widened
 
 
 @triton.jit
@@ -43,6 +44,19 @@ def e2m1_tile(words, exponents, DTYPE: tl.constexpr, TILE_N: tl.constexpr, TILE_
     32 b + 16 s + 8 h + 2 t + p, number 4 p + 2 s + h of its eight. `exponents`: uint8 [TILE_N, TILE_K / 32]."""
     shared = tl.broadcast_to(exponents.to(tl.int32)[:, :, None], (TILE_N, TILE_K // 32, 4))
     a, b, c, d, e, f, g, h = _eight_e2m1(words, shared.reshape(TILE_N, TILE_K // 8), DTYPE)
+    return _in_order(a, b, c, d, e, f, g, h, TILE_N, TILE_K)
+
+
+@triton.jit
+def int4_tile(words, zero, DTYPE: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
+    """The same of integers, less their zero points [TILE_N]."""
+    a, b, c, d, e, f, g, h = eight_numbers(words, zero.to(tl.int32)[:, None], DTYPE)
+    return _in_order(a, b, c, d, e, f, g, h, TILE_N, TILE_K)
+
+
+@triton.jit
+def _in_order(a, b, c, d, e, f, g, h, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
+    """[TILE_N, TILE_K] of the eight numbers of words."""
     low = tl.join(tl.join(a, b), tl.join(c, d))
     by_lane = tl.join(low, tl.join(tl.join(e, f), tl.join(g, h)))  # [rows, 4 b + t, h, s, p]
     by_lane = by_lane.reshape(TILE_N, TILE_K // 32, 4, 2, 2, 2)

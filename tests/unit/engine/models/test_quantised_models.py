@@ -40,7 +40,15 @@ def num_bytes(model: DecoderModel) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [*(("qwen3", form) for form in FORMATS), ("qwen3_moe", "fp8_blocks"), ("mixtral", "compressed_channel")],
+    [
+        *(("qwen3", form) for form in FORMATS),
+        *(
+            ("qwen3_moe", "fp8_blocks"),
+            ("mixtral", "compressed_channel"),
+            ("mixtral_64", "awq"),
+            ("mixtral_64", "gptq"),
+        ),
+    ],
 )
 def test_logits_are_those_of_the_dequantised_weights(kind: str, form: str, tmp_path: Path) -> None:
     folder, twin = quantised_folders(tiny_model(kind), tmp_path, form)
@@ -62,8 +70,9 @@ def test_ranks_have_their_parts_of_weights_and_scales(form: str, size: int, tmp_
                 assert torch.equal(module.quantised.dequantised(torch.float32), plain.layers.get_submodule(name).weight)
 
 
-def test_ranks_have_their_parts_of_experts(tmp_path: Path) -> None:
-    folder, twin = quantised_folders(tiny_model("qwen3_moe"), tmp_path, "fp8_tensor")
+@pytest.mark.parametrize(("kind", "form"), [("qwen3_moe", "fp8_tensor"), ("mixtral_64", "packed_with_zeros")])
+def test_ranks_have_their_parts_of_experts(kind: str, form: str, tmp_path: Path) -> None:
+    folder, twin = quantised_folders(tiny_model(kind), tmp_path, form)
     for rank in range(2):
         own, plain = (
             load(folder, Shard(rank, 2)).layers[0].mlp.experts,
@@ -114,11 +123,11 @@ def test_ranks_that_would_cut_groups_apart_are_refused(tmp_path: Path) -> None:
         check_shares(folder, ModelOptions(str(folder)), Shard(0, 2))
 
 
-def test_experts_of_four_bits_are_refused(tmp_path: Path) -> None:
+def test_experts_that_are_no_whole_groups_of_four_bits_are_refused(tmp_path: Path) -> None:
     raw = json.loads((tiny_model("mixtral") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": FORMATS["awq"][0]}))
-    with pytest.raises(ConfigError, match=r"experts of 4 bits \(awq\) are not supported: use a checkpoint in fp8"):
-        load_config(tmp_path, ModelOptions(str(tmp_path)))
+    with pytest.raises(ConfigError, match="experts can't be quantised so: 48 inputs are no whole groups of 32"):
+        load(tmp_path)
 
 
 def test_made_up_experts_do_not_depend_on_the_number_of_ranks() -> None:
