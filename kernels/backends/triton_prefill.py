@@ -79,8 +79,8 @@ def why_general_layer(device: torch.device, dtype: torch.dtype, spec: AttentionS
         return "the Hopper kernel needs compute capability 9.0"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the Hopper kernel multiplies 16-bit elements, not {dtype}"
-    if spec.head_size not in (64, 80, 96, 128, 192, 256):
-        return f"the Hopper kernel has heads of 64, 80, 96, 128, 192 and 256, not {spec.head_size}"
+    if spec.head_size not in (64, 80, 96, 128, 256):
+        return f"the Hopper kernel has heads of 64, 80, 96, 128 and 256, not {spec.head_size}"
     if spec.blocksparse is not None:
         return "the Hopper kernel has no block-sparse patterns"
     if spec.scale <= 0:

@@ -118,9 +118,9 @@ def test_rows_without_new_tokens() -> None:
     assert TritonOps.prefill(nothing.prefill(), spec).shape == (0, 8, 128)
 
 
-@pytest.mark.parametrize("size", [80, 96, 192, 256])
+@pytest.mark.parametrize("size", [80, 96, 256])
 def test_other_head_sizes(size: int) -> None:
-    """80 and 96 as 128 columns, 192 as 256, the last of them zeros; 256 with half as many keys a tile."""
+    """80 and 96 as 128 columns, the last of them zeros; 256 with half as many keys a tile."""
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": size, "block_size": 64, "device": "cuda"}
     for lengths in (RAGGED, CHUNKED):
         batch = random_batch(*lengths, dtype=torch.bfloat16, **sizes)

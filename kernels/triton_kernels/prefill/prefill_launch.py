@@ -21,7 +21,6 @@ HEAD_SIZES = {
     80: 128,
     96: 128,
     128: 128,
-    192: 256,
     256: 256,
 }  # -> columns in shared memory; the copy engine fills up with zeros
 SMALLEST_BOX = 16  # rows, as many as a product of the tensor cores takes at least
