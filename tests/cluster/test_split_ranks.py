@@ -118,10 +118,11 @@ def test_a_prefix_is_pulled_from_another_number_of_ranks(nodes: Nodes, here: int
 
 def figures_after_a_long_prompt(node: NodeInfo) -> dict[str, float]:
     """A node's, once enough of its tokens have chosen experts for them to say how evenly."""
-    client = Client(node)
+    client, prompt = Client(node), random_prompt(400, seed=9)
     try:
-        client.submit("long", random_prompt(400, seed=9), changed(GREEDY, max_tokens=1), decode=node)
+        result = client.submit("long", prompt, changed(GREEDY, max_tokens=8), decode=node)
         client.wait()
+        check_greedy(tiny_model("qwen3_moe"), prompt, result.output(), 8)
         client.until(lambda: "expert_imbalance" in client.statuses[node.node_id].counters)
         return dict(client.statuses[node.node_id].counters)
     finally:
