@@ -98,7 +98,7 @@ def choose_hopper_plan(num_rows: int, num_outputs: int, num_inputs: int, group: 
         is_small = bits == 8 and num_outputs * num_inputs <= SMALL
         warps_of = (4, 2, 1) if is_small else (2, 1)
         plans = [RowsPlan(32 // bits, 4096 // bits * warps, warps) for warps in warps_of]
-    elif bits == 8 and not group and num_rows <= MOST_ROWS[8] and num_outputs % 16 == 0 and num_inputs % 128 == 0:
+    elif bits == 8 and not group and 1 < num_rows <= MOST_ROWS[8] and num_outputs % 16 == 0 and num_inputs % 128 == 0:
         plans = _tensor_core_plans(*sizes)
     return next((plan for plan in plans if plan.is_valid(*sizes)), None)
 
@@ -109,7 +109,7 @@ def _tensor_core_plans(num_rows: int, num_outputs: int, num_inputs: int) -> list
         return [RingPlan(256, tile_m, 128, 4, 2, MANY_STEPS)]
     tiles = -(-num_outputs // 64)
     if num_rows <= 64 and num_inputs >= MANY_INPUTS and 2 * tiles <= MULTIPROCESSORS:
-        return [StreamPlan(64, 64, 256, 5, 4, 2 * tiles, 2)]
+        return [StreamPlan(64, 64, 256, 5, 4, MULTIPROCESSORS // tiles * tiles, 2)]
     if num_rows > 128 and tiles >= MANY_TILES:
         return [RingPlan(128, 128, 128, 6, 2, MANY_STEPS)]
     return [RingPlan(64, tile_m, 128, 8, 1, 4 if num_inputs >= MANY_INPUTS and num_rows > 128 else MANY_STEPS)]
