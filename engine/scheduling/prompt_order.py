@@ -95,11 +95,13 @@ class SlackOrder:
         return self._late is not None
 
     def deadline(self, request: Request) -> float:
+        # A stream that was taken over hasn't arrived here until it loses its blocks.
+        arrived_at = self._arrivals.setdefault(request, self._clock.now())
         if request.first_token_at:
             return request.next_token_due(request.targets.tpot_s, self._clock.now())
         alone = request.num_prompt_tokens * self._clock.seconds_per_token
         within_s = request.targets.ttft_s or self._target_s
-        return self._arrivals.setdefault(request, self._clock.now()) + max(within_s, self._stretch * alone)
+        return arrived_at + max(within_s, self._stretch * alone)
 
     def arrange(
         self, started: Sequence[Request], waiting: Sequence[Request], num_cached: CountsTokens = lambda request: 0

@@ -183,6 +183,17 @@ class TestSlackOrder:
         clock.steps.completed(0)
         assert next_prompt_decision_at(clock.steps) < clock.now + 2048 * clock.steps.seconds_per_token
 
+    def test_a_stream_that_was_taken_over_and_lost_its_blocks_may_be_late(self) -> None:
+        """It never arrived here: a node of which it was asked ended with a KeyError."""
+        clock = Clock()
+        order = slack_order(clock)
+        (short,) = arriving(order, clock, 256)
+        stream = prompt(60_000)
+        stream.first_token_at = clock.now - 1.0
+        assert order.arrange([], [stream, short]) == [short, stream]
+        order.ended(stream)
+        assert set(order._arrivals) == {short}
+
     def test_it_forgets_who_is_gone(self) -> None:
         clock = Clock()
         order = slack_order(clock)
