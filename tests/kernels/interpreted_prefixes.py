@@ -26,8 +26,7 @@ LENGTHS = (150, 130, 129, 70, 200, 1, 90)
 GROUPS = (((0, 1, 2), 8), ((3, 4), 4))  # rows, shared blocks of 16
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "soft-cap": {"logits_soft_cap": 1.5},
-    "alibi": {"alibi_slopes": torch.tensor(paged.alibi_slopes(4))},
+    "soft-cap and alibi": {"logits_soft_cap": 1.5, "alibi_slopes": torch.tensor(paged.alibi_slopes(4))},
     "sinks": {"sinks": torch.tensor([0.5, -300.0, 9.0, 0.0])},
 }
 
@@ -49,9 +48,7 @@ def decode(batch: PagedBatch, spec: AttentionSpec, prefixes: SharedPrefixes, *sc
     return triton_decode.decode(batch.query, batch.kv(*scales), rows, spec)
 
 
-@pytest.mark.parametrize(
-    ("options", "members"), [("plain", 2), ("plain", 3), ("soft-cap", 16), ("alibi", 16), ("sinks", 3)]
-)
+@pytest.mark.parametrize(("options", "members"), [("plain", 2), ("soft-cap and alibi", 16), ("sinks", 3)])
 def test_rows_of_groups_and_rows_alone(options: str, members: int) -> None:
     """Chunks that a group fills, one that it doesn't, and groups cut into several."""
     batch = sharing_batch()

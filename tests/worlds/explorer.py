@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,5 +102,10 @@ class _Search:
 
 
 def explore(setting: Any, max_states: int = 2_000_000) -> Report:
-    """Raises ViolationError with the shortest path to the first broken promise."""
-    return _Search(setting.universe(), max_states).run()
+    """Raises ViolationError with the shortest path to the first broken promise. Collects no garbage: all states live to
+    the end, and looking through them again and again takes a sixth of the time."""
+    gc.disable()
+    try:
+        return _Search(setting.universe(), max_states).run()
+    finally:
+        gc.enable()
