@@ -122,6 +122,7 @@ class _Mixtral(_Experts, kw_only=True):
     default_theta: ClassVar[float] = 1e6
     num_key_value_heads: Size = 8
     num_experts_per_tok: Count = 2
+    rms_norm_eps: Annotated[float, Meta(ge=0)] = 1e-5
     eos_token_id: TokenIds = 2
 
 
@@ -253,6 +254,11 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
     bias = isinstance(fields, _Llama | _Qwen3 | _Qwen3Moe) and fields.attention_bias
     window, layers = _sliding(fields)
     rope = read_rope(fields)
+    if architecture == "mixtral" and rope.rope_type in ("yarn", "llama3") and not fields.head_dim:
+        # transformers fails there as well: its Mixtral alone leaves the size of heads to be None.
+        raise ValueError(
+            f"head_dim is missing beside rope_type {rope.rope_type}: write hidden_size / num_attention_heads"
+        )
     return ModelConfig(
         architecture=architecture,
         hidden_size=fields.hidden_size,

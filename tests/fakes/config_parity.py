@@ -120,7 +120,8 @@ def _as_stored(theirs: torch.nn.Module, config: ModelConfig) -> dict[str, torch.
     weights: dict[str, torch.Tensor] = {}
     for name, parameter in theirs.named_parameters():
         own = name.removeprefix("model.")
-        weights |= mixture_parts(own, parameter, config.architecture) or {name: parameter}
+        experts = config.mixture.own if config.mixture is not None else range(0)
+        weights |= mixture_parts(own, parameter, config.architecture, experts) or {name: parameter}
     return weights
 
 

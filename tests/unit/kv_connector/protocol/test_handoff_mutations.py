@@ -197,7 +197,7 @@ MUTATIONS: dict[str, tuple[Patch, set[str], str, dict[str, Any]]] = {
     ),
     "parked KV without bound": (
         method(Reservations, "may_park", lambda right, self, claimed, most: True), set(), STUCK,
-        {"granted": (1, 2, 1), "hits": (0, 0, 0), "source_blocks": 2, "sink_blocks": 2},
+        {"granted": (1, 2, 1), "hits": (0, 0, 0), "priorities": (0, 0, 0), "source_blocks": 2, "sink_blocks": 2},
     ),
     "pins never given up": (
         method(Reservations, "make_room", _without_asking), set(), STUCK,
