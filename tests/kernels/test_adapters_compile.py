@@ -49,6 +49,7 @@ def test_compiles(case: str, capability: int) -> None:
     constants = {
         **fixed,
         "SPLITS": splits,
+        "SPLITS_PAD": triton.next_power_of_2(splits),
         "PLACES": adapters.PLACES,
         "BLOCK_M": 64,
         "TILE": adapters.SILU_TILE,

@@ -91,13 +91,15 @@ def _rows_of_b(b, slot, rank, outputs, inside, b_slot, RANK: tl.constexpr):
 
 
 @triton.jit
-def _sum_of(low, places, part, has_rank, num_rows, LANES: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr):
-    """fp32 [places, RANK]: the sum of the splits, in their order; zeros where there is no adapter."""
-    at = low + (places * LANES + part * RANK)[:, None] + tl.arange(0, RANK)[None, :]
-    total = tl.load(at, has_rank[:, None], 0.0)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(at + split * num_rows * LANES, has_rank[:, None], 0.0)
-    return total
+def _sum_of(
+    low, places, part, rank, num_rows,
+    LANES: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+):  # fmt: skip
+    """fp32 [places, RANK]: the sum of the splits; zeros where there is no adapter."""
+    split = tl.arange(0, SPLITS_PAD)
+    at = (split[:, None] * num_rows + places[None, :]) * LANES + part * RANK
+    mask = (split < SPLITS)[:, None] & (rank > 0)[None, :]
+    return tl.sum(tl.load(low + at[:, :, None] + tl.arange(0, RANK)[None, None, :], mask[:, :, None], 0.0), 0)
 
 
 @triton.jit
@@ -117,30 +119,6 @@ def part_of(
     stop = tl.where(part == 0, START_1, tl.where(part == 1, START_2, SIZE))
     first = tl.where(part == 0, 0, tl.where(part == 1, FIRST_1, FIRST_2))
     return part, start + (block - first) * BLOCK_N + tl.arange(0, BLOCK_N), stop
-
-
-@triton.jit
-def _take_one_adapter(slots, first, stop):
-    """Whether the places of a tile do; they stand sorted."""
-    return tl.load(slots + first) == tl.load(slots + stop - 1)
-
-
-@triton.jit
-def _expand(
-    low, b, ranks, order, slots, out, owners, places, end, part, outputs, stop, b_slot, rank_slot, out_row, num_rows,
-    LANES: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Adds what the adapters of `owners` (as many as `places`, or one for all) give to the places before `end`."""
-    slot = tl.load(slots + owners, owners < end, 0).to(tl.int64)
-    rows = tl.load(order + places, places < end, 0).to(tl.int64)
-    rank = tl.load(ranks + (slot - 1) * rank_slot + part, slot > 0, 0)
-    matrix = _rows_of_b(b, slot, rank, outputs, outputs < stop, b_slot, RANK)
-    _wait(PDL)
-    has_rank = (places < end) & (rank > 0)
-    at, mask = out + (rows * out_row)[:, None] + outputs[None, :], has_rank[:, None] & (outputs < stop)[None, :]
-    old = tl.load(at, mask, 0.0).to(tl.float32)
-    added = _times(matrix, _sum_of(low, places, part, has_rank, num_rows, LANES, RANK, SPLITS))
-    tl.store(at, (old + added).to(out.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -163,54 +141,65 @@ def expand_rows_kernel(
     LANES: tl.constexpr,
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
     PLACES: tl.constexpr,
-    TILE: tl.constexpr,  # a multiple of PLACES
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (ceil(T / TILE), blocks of outputs, TILE / PLACES): out += low B^T. No block crosses parts. Where a tile
-    takes one adapter, the last of its programs does all of it, and reads the matrix once; the others, which the device
-    starts before, are gone while the product runs."""
+    """Grid (ceil(T / PLACES), blocks of outputs): out += low B^T. No block crosses parts."""
     _start(PDL)
-    first, share = tl.program_id(0) * TILE, tl.program_id(2)
-    end = tl.minimum(first + TILE, num_rows)
-    part, outputs, stop = part_of(tl.program_id(1), START_1, START_2, SIZE, FIRST_1, FIRST_2, BLOCK_N)
-    if _take_one_adapter(slots, first, end):
-        if share == TILE // PLACES - 1:
-            _expand(
-                low, b, ranks, order, slots, out, first + tl.arange(0, 1), first + tl.arange(0, TILE), end, part,
-                outputs, stop, b_slot, rank_slot, out_row, num_rows, LANES, RANK, SPLITS, PDL,
-            )  # fmt: skip
-    else:
-        places = first + share * PLACES + tl.arange(0, PLACES)
-        _expand(
-            low, b, ranks, order, slots, out, places, places, end, part,
-            outputs, stop, b_slot, rank_slot, out_row, num_rows, LANES, RANK, SPLITS, PDL,
-        )  # fmt: skip
+    places, block = tl.program_id(0) * PLACES + tl.arange(0, PLACES), tl.program_id(1)
+    slot = tl.load(slots + places, places < num_rows, 0).to(tl.int64)
+    rows = tl.load(order + places, places < num_rows, 0).to(tl.int64)
+    part, outputs, stop = part_of(block, START_1, START_2, SIZE, FIRST_1, FIRST_2, BLOCK_N)
+    rank = tl.load(ranks + (slot - 1) * rank_slot + part, slot > 0, 0)
+    matrix = _rows_of_b(b, slot, rank, outputs, outputs < stop, b_slot, RANK)
+    _wait(PDL)
+    at, mask = out + (rows * out_row)[:, None] + outputs[None, :], (rank > 0)[:, None] & (outputs < stop)[None, :]
+    old = tl.load(at, mask, 0.0).to(tl.float32)
+    added = _times(matrix, _sum_of(low, places, part, rank, num_rows, LANES, RANK, SPLITS, SPLITS_PAD))
+    tl.store(at, (old + added).to(out.dtype.element_ty), mask)
 
 
 @triton.jit
-def _expand_silu(
-    low, b, ranks, order, slots, gate_up, out, owners, places, end, columns, b_slot, rank_slot, row, num_rows,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+def _mask_of(places, stop, columns, SIZE: tl.constexpr):
+    return (places < stop)[:, None] & (columns < SIZE)[None, :]
+
+
+@triton.jit
+def _load_gate_up(gate_up, rows, places, stop, columns, row, SIZE: tl.constexpr, GROUP: tl.constexpr):
+    """Gate and up of some rows and columns."""
+    mask = _mask_of(places, stop, columns, SIZE)
+    at = gate_up + (rows * row)[:, None] + (columns // GROUP * (2 * GROUP) + columns % GROUP)[None, :]
+    return tl.load(at, mask, 0.0), tl.load(at + GROUP, mask, 0.0)
+
+
+@triton.jit
+def _store_silu(out, gate, up, gate_added, up_added, rows, places, stop, columns, SIZE: tl.constexpr):
+    """Stores silu(gate + added) * (up + added)."""
+    mask = _mask_of(places, stop, columns, SIZE)
+    gate, up = gate.to(tl.float32) + gate_added, up.to(tl.float32) + up_added
+    activated = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + (rows * SIZE)[:, None] + columns[None, :], activated.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _gate_and_up(
+    b, ranks, slots, places, stop, columns, b_slot, rank_slot, SIZE: tl.constexpr, RANK: tl.constexpr
 ):  # fmt: skip
-    """Stores silu(gate + low B^T) * (up + low B^T) of some places and columns; `owners` as in `_expand`."""
-    inside = columns < SIZE
-    slot = tl.load(slots + owners, owners < end, 0).to(tl.int64)
-    rows = tl.load(order + places, places < end, 0).to(tl.int64)
+    """B of gate and of up of the adapters of some places."""
+    slot = tl.load(slots + places, places < stop, 0).to(tl.int64)
     gate_rank = tl.load(ranks + (slot - 1) * rank_slot, slot > 0, 0)
     up_rank = tl.load(ranks + (slot - 1) * rank_slot + 1, slot > 0, 0)
-    of_gate = _rows_of_b(b, slot, gate_rank, columns, inside, b_slot, RANK)
-    of_up = _rows_of_b(b, slot, up_rank, SIZE + columns, inside, b_slot, RANK)
-    _wait(PDL)
-    mask = (places < end)[:, None] & inside[None, :]
-    at = gate_up + (rows * row)[:, None] + (columns // GROUP * (2 * GROUP) + columns % GROUP)[None, :]
-    gate, up = tl.load(at, mask, 0.0).to(tl.float32), tl.load(at + GROUP, mask, 0.0).to(tl.float32)
-    gate_low = _sum_of(low, places, 0, (places < end) & (gate_rank > 0), num_rows, 2 * RANK, RANK, SPLITS)
-    up_low = _sum_of(low, places, 1, (places < end) & (up_rank > 0), num_rows, 2 * RANK, RANK, SPLITS)
-    gate += _times(of_gate, gate_low)
-    activated = gate / (1.0 + tl.exp(-gate)) * (up + _times(of_up, up_low))
-    tl.store(out + (rows * SIZE)[:, None] + columns[None, :], activated.to(out.dtype.element_ty), mask)
+    of_gate = _rows_of_b(b, slot, gate_rank, columns, columns < SIZE, b_slot, RANK)
+    return of_gate, _rows_of_b(b, slot, up_rank, SIZE + columns, columns < SIZE, b_slot, RANK)
+
+
+@triton.jit
+def _some(low, index, PLACES: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr):
+    """[PLACES, RANK] of [TILE, RANK]: those of number `index`."""
+    by_number = low.reshape(TILE // PLACES, PLACES, RANK)
+    return tl.sum(tl.where((tl.arange(0, TILE // PLACES) == index)[:, None, None], by_number, 0.0), 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -230,25 +219,48 @@ def expand_silu_rows_kernel(
     GROUP: tl.constexpr,
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
     PLACES: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr,  # places of a program; a multiple of PLACES
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (ceil(T / TILE), ceil(SIZE / BLOCK_N), TILE / PLACES): silu(gate + low B^T) * (up + low B^T), for rows
-    without an adapter, too."""
+    """Grid (ceil(T / TILE), ceil(SIZE / BLOCK_N)): silu(gate + low B^T) * (up + low B^T), for rows without an adapter,
+    too. All places at once where they take one adapter, whose matrix is read once; else PLACES after PLACES, the next
+    ones' matrices on their way."""
     _start(PDL)
-    first, share = tl.program_id(0) * TILE, tl.program_id(2)
-    end, columns = tl.minimum(first + TILE, num_rows), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if _take_one_adapter(slots, first, end):
-        if share == TILE // PLACES - 1:
-            _expand_silu(
-                low, b, ranks, order, slots, gate_up, out, first + tl.arange(0, 1), first + tl.arange(0, TILE), end,
-                columns, b_slot, rank_slot, row, num_rows, SIZE, GROUP, RANK, SPLITS, PDL,
-            )  # fmt: skip
+    first, columns = tl.program_id(0) * TILE, tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    stop, tile = tl.minimum(first + TILE, num_rows), first + tl.arange(0, TILE)
+    slot = tl.load(slots + tile, tile < stop, 0).to(tl.int64)
+    gate_rank = tl.load(ranks + (slot - 1) * rank_slot, slot > 0, 0)
+    up_rank = tl.load(ranks + (slot - 1) * rank_slot + 1, slot > 0, 0)
+    if tl.load(slots + first) == tl.load(slots + stop - 1):  # they stand sorted
+        one = first + tl.arange(0, 1)
+        gate_of_all, up_of_all = _gate_and_up(b, ranks, slots, one, stop, columns, b_slot, rank_slot, SIZE, RANK)
+        rows = tl.load(order + tile, tile < stop, 0).to(tl.int64)
+        _wait(PDL)
+        gate, up = _load_gate_up(gate_up, rows, tile, stop, columns, row, SIZE, GROUP)
+        gate_low = _sum_of(low, tile, 0, gate_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
+        up_low = _sum_of(low, tile, 1, up_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
+        gate_added, up_added = _times(gate_of_all, gate_low), _times(up_of_all, up_low)
+        _store_silu(out, gate, up, gate_added, up_added, rows, tile, stop, columns, SIZE)
     else:
-        places = first + share * PLACES + tl.arange(0, PLACES)
-        _expand_silu(
-            low, b, ranks, order, slots, gate_up, out, places, places, end,
-            columns, b_slot, rank_slot, row, num_rows, SIZE, GROUP, RANK, SPLITS, PDL,
-        )  # fmt: skip
+        places = first + tl.arange(0, PLACES)
+        of_gate, of_up = _gate_and_up(b, ranks, slots, places, stop, columns, b_slot, rank_slot, SIZE, RANK)
+        some = tl.load(order + places, places < stop, 0).to(tl.int64)
+        _wait(PDL)
+        some_gate, some_up = _load_gate_up(gate_up, some, places, stop, columns, row, SIZE, GROUP)
+        low_of_gate = _sum_of(low, tile, 0, gate_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
+        low_of_up = _sum_of(low, tile, 1, up_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
+        for index in range(TILE // PLACES):
+            after = places + PLACES
+            next_of_gate, next_of_up = _gate_and_up(
+                b, ranks, slots, after, stop, columns, b_slot, rank_slot, SIZE, RANK
+            )
+            following = tl.load(order + after, after < stop, 0).to(tl.int64)
+            next_gate, next_up = _load_gate_up(gate_up, following, after, stop, columns, row, SIZE, GROUP)
+            added_to_gate = _times(of_gate, _some(low_of_gate, index, PLACES, TILE, RANK))
+            added_to_up = _times(of_up, _some(low_of_up, index, PLACES, TILE, RANK))
+            _store_silu(out, some_gate, some_up, added_to_gate, added_to_up, some, places, stop, columns, SIZE)
+            of_gate, of_up, some_gate, some_up = next_of_gate, next_of_up, next_gate, next_up
+            places, some = after, following

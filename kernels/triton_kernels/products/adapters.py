@@ -19,10 +19,10 @@ from tandem.kernels.triton_kernels.products.adapter_rows import (
 from tandem.kernels.triton_kernels.products.adapter_tiles import expand_tiles_kernel, shrink_tiles_kernel
 
 # Of decode rows: places of a program, splits times lanes at most, words of B at once, inputs at once and of a split at
-# least, warps of shrink, places of expand where they take one adapter; of what ends in silu these, words of B of either
-# part at once, warps; docs/measurements.md#adapters.
+# least, warps of shrink; of what ends in silu places of a program, words of B of either part at once, warps;
+# docs/measurements.md#adapters.
 PLACES, SPLIT_LANES, WORDS_OF_B, BLOCK_K, LEAST_INPUTS = 2, 128, 4096, 512, 512
-SHRINK_WARPS, EXPAND_TILE = 4, 8
+SHRINK_WARPS = 4
 SILU_TILE, SILU_WORDS, SILU_WARPS = 8, 2048, 4
 CHUNK = 16  # lanes of a program; a guess
 # Of prompts, guesses too.
@@ -76,9 +76,9 @@ def expand_triton(
         "num_warps": 4, **overlap(low.device),
     }  # fmt: skip
     if tiles is None:
-        expand_rows_kernel[(triton.cdiv(len(out_TN), EXPAND_TILE), sum(blocks), EXPAND_TILE // PLACES)](
+        expand_rows_kernel[(triton.cdiv(len(out_TN), PLACES), sum(blocks))](
             low, b, ranks, rows.order, rows.slots, out_TN, *strides,
-            PLACES=PLACES, TILE=EXPAND_TILE, num_stages=1, **common,
+            SPLITS_PAD=triton.next_power_of_2(low.shape[0]), PLACES=PLACES, num_stages=1, **common,
         )  # fmt: skip
     elif len(tiles):
         expand_tiles_kernel[(len(tiles), sum(blocks))](
@@ -96,12 +96,11 @@ def expand_silu_mul_triton(
     block = _outputs_at_once(SILU_WORDS, stack.rank)
     out = torch.empty((num_rows, both // 2), dtype=gate_up_TG.dtype, device=gate_up_TG.device)
     constants: dict[str, Any] = {"RANK": stack.rank, "SPLITS": low.shape[0], "BLOCK_N": block, **overlap(low.device)}
-    grid = triton.cdiv(num_rows, SILU_TILE), triton.cdiv(both // 2, block), SILU_TILE // PLACES
-    expand_silu_rows_kernel[grid](
+    expand_silu_rows_kernel[(triton.cdiv(num_rows, SILU_TILE), triton.cdiv(both // 2, block))](
         low, b, ranks, rows.order, rows.slots, gate_up_TG, out,
         b.stride(0), ranks.stride(0), gate_up_TG.stride(0), num_rows,
-        SIZE=both // 2, GROUP=group or both // 2, PLACES=PLACES, TILE=SILU_TILE,
-        num_warps=SILU_WARPS, num_stages=1, **constants,
+        SIZE=both // 2, GROUP=group or both // 2, SPLITS_PAD=triton.next_power_of_2(low.shape[0]), PLACES=PLACES,
+        TILE=SILU_TILE, num_warps=SILU_WARPS, num_stages=1, **constants,
     )  # fmt: skip
     return out
 
