@@ -149,7 +149,9 @@ def _grouped(
     """Tiles of many rows have as many outputs as registers hold sums; of few, as many as a ring of loads takes. Groups'
     products are sums of their own before they are scaled."""
     is_wide, group, element_bytes = tile_m == TILES_M[-1], sizes.group, sizes.element_bytes
-    tile_n = _largest(num_outputs, (128, 64, 32, 16) if (is_wide and not group) or not is_gated else (64, 32, 16))
+    has_scaled_steps = bool(group) or sizes.bits == 4
+    fits = (is_wide and not has_scaled_steps) or not is_gated
+    tile_n = _largest(num_outputs, (128, 64, 32, 16) if fits else (64, 32, 16))
     if sizes.is_e2m1 and tile_m < 64 and element_bytes == 2 and num_inputs > FEW_STEPS * LONG_TILE:
         tiles: tuple[int, ...] = (LONG_TILE,)  # the last one of a row may have less
     elif sizes.is_e2m1:  # a tile has whole groups, whose scales multiply weights
