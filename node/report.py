@@ -55,6 +55,7 @@ def describe(
         version=version(),
         identity=loaded.identity,
         layout=layout,
+        num_ranks=options.tensor_parallel_size,
         model_name=loaded.served_name,
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.config.vocab_size,

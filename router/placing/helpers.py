@@ -81,12 +81,12 @@ def _may_share(node: NodeView, now: float) -> bool:
 def _fits(node: NodeView, peer: NodeView) -> bool:
     """Whether the peer's work is this node's kind of work, and layers reach it while they are computed."""
     ours, theirs = node.info, peer.info
-    one_gpu = ours.layout is not None and ours.layout.tp_size == 1
     shared = ours.transports.keys() & theirs.transports.keys()
     return (
         ours.role == theirs.role
         and ours.host_id == theirs.host_id
-        and one_gpu
+        and ours.layout is not None
+        and ours.num_ranks == theirs.num_ranks == 1  # ranks beside the first wait for no layer under a step
         and keeps_blocks(node, peer)
         and any(name in shared for name in TELLS_OF_LAYERS)
     )

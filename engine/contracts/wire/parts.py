@@ -71,7 +71,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     version: str = ""  # of the package, for people: what may work together is decided by WIRE_VERSION and identity
     identity: ModelIdentity | None = None
-    layout: KVLayout | None = None
+    layout: KVLayout | None = None  # of whole blocks, whatever the ranks
+    num_ranks: Count = 1  # processes with a part of the model each
     model_name: str = ""
     max_model_len: int = 0
     vocab_size: int = 0

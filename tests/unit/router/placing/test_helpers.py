@@ -24,12 +24,19 @@ LONG = PlacementRequest(num_prompt_tokens=2 * LEAST_TOKENS, max_tokens=64)
 
 
 def node(
-    name: str, role: Role = "unified", host: str = "here", layout: KVLayout = LAYOUT, way: str = "shm", **status: Any
+    name: str,
+    role: Role = "unified",
+    host: str = "here",
+    layout: KVLayout = LAYOUT,
+    way: str = "shm",
+    num_ranks: int = 1,
+    **status: Any,
 ) -> NodeView:
     identity = ModelIdentity(config="c", weights="w", tokenizer="t", rope="r")
     info = NodeInfo(
-        node_id=name, epoch=1, role=role, identity=identity, layout=layout, host_id=host, transports={way: b""}
-    )
+        node_id=name, epoch=1, role=role, identity=identity, layout=layout, num_ranks=num_ranks, host_id=host,
+        transports={way: b""},
+    )  # fmt: skip
     free = {"num_free_blocks": 1000, "num_blocks": 1000, "block_size": 64, **status}
     return NodeView(info, Status(node_id=name, epoch=1, **free))
 
@@ -64,6 +71,7 @@ def test_idle_nodes_help_up_to_the_number_that_is_allowed() -> None:
         node("b", layout=KVLayout((KVGroup(2, 2, 8, "float32"),), 32)),
         node("b", num_free_blocks=100),
         node("b", way="tcp"),
+        node("b", num_ranks=2),
     ],
 )
 def test_others_do_not(other: NodeView) -> None:
@@ -81,6 +89,10 @@ def test_others_do_not(other: NodeView) -> None:
 def test_some_prompts_are_one_nodes(changes: dict[str, Any]) -> None:
     nodes = [node("a"), node("b")]
     assert helpers(nodes, msgspec.structs.replace(LONG, **changes)) == []
+
+
+def test_a_node_of_several_ranks_computes_alone() -> None:
+    assert helpers([node("a", num_ranks=2), node("b", num_ranks=2)]) == []
 
 
 def test_what_is_cached_needs_no_help() -> None:
