@@ -112,8 +112,8 @@ def test_a_chart_tells_of_a_moment(page: Page) -> None:
 
 
 def test_a_request_opens_as_a_waterfall(page: Page) -> None:
-    page.click("#recent tbody button.link")
-    page.wait_for("document.querySelector('#story').open && document.querySelectorAll('.waterfall li').length > 2")
+    page.click_until("#recent tbody button.link", "document.querySelector('#story').open")
+    page.wait_for("document.querySelectorAll('.waterfall li').length > 2")
     page.press(*ESCAPE)
     page.wait_for("!document.querySelector('#story').open")
     page.click("#name")

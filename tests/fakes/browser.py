@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,16 @@ class Page:
         self.move(*box)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+
+    def click_until(self, selector: str, script: str) -> None:
+        """Clicks again where nothing came of it: what moves while one presses is missed, by people too."""
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            self.click(selector)
+            with suppress(AssertionError):
+                self.wait_for(script, 5)
+                return
+            assert time.monotonic() < end, f"clicked {selector} for {PATIENCE_S:g} s, waiting for {script}"
 
     def move(self, x: float, y: float) -> None:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)

@@ -21,12 +21,12 @@ from waiting import PATIENCE_S, wait_until
 
 
 def test_another_node_continues_the_stream_of_one_that_died(folder: Path, nodes: Nodes) -> None:
-    first = nodes.start(step_s=0.005, die_after_tokens=7)
-    second = nodes.start(draining=True)
+    # Of equal nodes the one whose name comes first is taken.
+    first = nodes.start(step_s=0.005, die_after_tokens=7, node_id="a")
+    second = nodes.start(node_id="b")
     with RouterInThread(folder, addresses(first, second)) as router:
         router.wait_ready()
-        wait_until(lambda: len(router.worker.service.cluster.serving()) == 2, "the node that takes nothing yet")
-        second.draining = False
+        wait_until(lambda: len(router.worker.service.cluster.serving()) == 2, "both nodes")
         ids, error = stream_events(router.client, max_tokens=20)
         assert error is None
         assert ids == output(20), "every token once, in order, across the two attempts"
