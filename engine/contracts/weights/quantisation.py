@@ -74,7 +74,9 @@ def made_fp8() -> Quantisation:
 
 def read_quantisation(raw: dict[str, Any]) -> Quantisation | None:
     """What a model's config.json says; None: weights are as they are. Raises ValueError that names what isn't."""
-    given = raw.get("quantization_config") or raw.get("compression_config")
+    given = raw.get("quantization_config")
+    if given is None or given == {}:
+        given = raw.get("compression_config")
     if given is None:
         return None
     if not isinstance(given, dict):
