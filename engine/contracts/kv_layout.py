@@ -7,6 +7,13 @@ import msgspec
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
+def kv_heads_of(rank: int, size: int, num_all: int) -> range:
+    """Which of a model's KV heads rank `rank` of `size` holds; where there are fewer than ranks, neighbours hold the
+    same."""
+    first = rank * num_all // size
+    return range(first, first + max(1, num_all // size))
+
+
 class KVGroup(msgspec.Struct, frozen=True):
     """Layers that share one block table. Version one of the engine builds exactly one group."""
 
@@ -50,10 +57,9 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def own_heads(self) -> range:
-        """Which of the model's KV heads this rank holds; where there are fewer than ranks, neighbours hold the same."""
+        """Which of the model's KV heads this rank holds."""
         num_all = self.group.num_all_kv_heads or self.group.num_kv_heads * self.tp_size
-        first = self.tp_rank * num_all // self.tp_size
-        return range(first, first + self.group.num_kv_heads)
+        return kv_heads_of(self.tp_rank, self.tp_size, num_all)
 
     @property
     def stride_bytes(self) -> int:

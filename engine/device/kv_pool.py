@@ -39,7 +39,7 @@ def make_layout(
     """Layout of a pool that holds every layer of the model in `dtype`; with a `shard`, only that rank's KV heads. fp8
     values are stored divided by `scales`. Raises ConfigError for a dtype that KV can't have."""
     num_kv_heads = model_config.num_kv_heads
-    own_kv_heads = num_kv_heads if shard is None else shard.num_kv_heads(num_kv_heads)
+    own_kv_heads = num_kv_heads if shard is None else len(shard.kv_heads(num_kv_heads))
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise ConfigError(f"KV can't be kept as {name}: choose one of {', '.join(DTYPE_BYTES)}")

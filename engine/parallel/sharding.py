@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.kv_layout import kv_heads_of
 from tandem.engine.contracts.model_config import MixtureConfig, ModelConfig
 
 MIXTRALS = ("w1", "w2", "w3")  # its experts' gate, down and up
@@ -44,7 +45,7 @@ class Shard:
             config,
             blocksparse=None if sparse is None else msgspec.structs.replace(sparse, tp_rank=self.rank),
             num_heads=config.num_heads // self.size,
-            num_kv_heads=self.num_kv_heads(config.num_kv_heads),
+            num_kv_heads=len(self.kv_heads(config.num_kv_heads)),
             intermediate_size=config.intermediate_size // self.size,
             mixture=mixture and self._own_experts(mixture),
         )
@@ -58,9 +59,9 @@ class Shard:
         """The first expert of this rank and the one after its last, where experts are shared out whole."""
         return self._run(num_experts)
 
-    def num_kv_heads(self, num_all: int) -> int:
-        """How many of a model's KV heads each rank holds."""
-        return max(1, num_all // self.size)
+    def kv_heads(self, num_all: int) -> range:
+        """Which of a model's KV heads this rank holds."""
+        return kv_heads_of(self.rank, self.size, num_all)
 
     def vocab(self, config: ModelConfig) -> tuple[int, int]:
         """First token id whose logit this rank computes, and the one after its last."""
@@ -72,7 +73,8 @@ class Shard:
         if part in ("q_proj", "o_proj"):
             start, stop = self._run(config.num_heads * config.head_dim)
         elif part in ("k_proj", "v_proj"):
-            start, stop = self._kv_rows(config)
+            heads = self.kv_heads(config.num_kv_heads)
+            start, stop = heads.start * config.head_dim, heads.stop * config.head_dim
         elif part in ("gate_proj", "up_proj", "down_proj", *MIXTRALS):
             is_expert = config.mixture is not None and ".experts." in name
             if is_expert and self.expert_parallel:
@@ -92,11 +94,6 @@ class Shard:
 
     def _run(self, length: int) -> tuple[int, int]:
         return self.rank * length // self.size, (self.rank + 1) * length // self.size
-
-    def _kv_rows(self, config: ModelConfig) -> tuple[int, int]:
-        heads = self.num_kv_heads(config.num_kv_heads)
-        first = self.rank * config.num_kv_heads // self.size
-        return first * config.head_dim, (first + heads) * config.head_dim
 
     def _check(self, config: ModelConfig) -> None:
         mixture = config.mixture

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from tandem.engine.contracts.kv_layout import KVLayout
+from tandem.engine.contracts.kv_layout import KVLayout, kv_heads_of
 from tandem.engine.parallel.peer_memory import RankMemory
 from tandem.kernels.blocks.digest import block_digests
 from tandem.kernels.blocks.move_blocks import BlockPlaces, move_blocks, why_not_words
@@ -49,13 +49,13 @@ class RankPools:
         if problem:
             raise ValueError(problem)
         num_heads, num_all, num_ranks = own_NHLPBD.shape[1], layout.group.num_kv_heads, len(memories)
-        assert num_heads == max(1, num_all // num_ranks), "equal shares, or copies of single heads"
+        heads_of_ranks = [kv_heads_of(rank, num_ranks, num_all) for rank in range(num_ranks)]
+        assert all(len(heads) == num_heads for heads in heads_of_ranks), "equal shares, or copies of single heads"
         self.layout = layout
         self._own_NHLPBD = as_bytes(own_NHLPBD)
         stride_bytes = BlockPlaces.of(self._own_NHLPBD).block_bytes
         self.parts = [
-            RankPart(memory, range(first, first + num_heads), stride_bytes)
-            for memory, first in zip(memories, (rank * num_all // num_ranks for rank in range(num_ranks)), strict=True)
+            RankPart(memory, heads, stride_bytes) for memory, heads in zip(memories, heads_of_ranks, strict=True)
         ]
         self._sources = list({part.heads: part for part in reversed(self.parts)}.values())  # each head once
         self._block_shape = (layout.group.num_kv_heads, *self._own_NHLPBD.shape[2:])

@@ -38,10 +38,9 @@ class OwnHeads(NamedTuple):
 
     @classmethod
     def of(cls, shard: Shard, num_heads: int, num_kv_heads: int) -> OwnHeads:
-        own, kv = num_heads // shard.size, shard.num_kv_heads(num_kv_heads)
-        first = shard.rank * num_kv_heads // shard.size
+        own, kv_heads = num_heads // shard.size, shard.kv_heads(num_kv_heads)
         queries = slice(shard.rank * own, (shard.rank + 1) * own)
-        return cls(num_heads, num_kv_heads, queries, slice(first, first + kv))
+        return cls(num_heads, num_kv_heads, queries, slice(kv_heads.start, kv_heads.stop))
 
     def out_of(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values of this rank's heads, [1, heads, T, D] each."""

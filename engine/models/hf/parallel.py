@@ -55,7 +55,7 @@ def own_needs(needs: tuple[LayerNeeds, ...], shard: Shard) -> tuple[LayerNeeds, 
     for layer in needs:
         queries = OwnHeads.of(shard, layer.num_heads, layer.num_kv_heads).queries
         slopes = None if layer.alibi_slopes is None else layer.alibi_slopes[queries]
-        kv_heads = shard.num_kv_heads(layer.num_kv_heads)
+        kv_heads = len(shard.kv_heads(layer.num_kv_heads))
         own.append(layer._replace(num_heads=layer.num_heads // shard.size, num_kv_heads=kv_heads, alibi_slopes=slopes))
     return tuple(own)
 
@@ -132,7 +132,7 @@ def _keep_own_experts(module: Any, shard: Shard) -> None:
 def _share_heads(module: Any, layer: LayerNeeds, shard: Shard, come_whole: bool) -> None:
     module.tandem_heads = OwnHeads.of(shard, layer.num_heads, layer.num_kv_heads)
     if hasattr(module, "num_key_value_groups") and not come_whole:  # read by its own attention, in the trial
-        module.num_key_value_groups = layer.num_heads // shard.size // shard.num_kv_heads(layer.num_kv_heads)
+        module.num_key_value_groups = layer.num_heads // shard.size // len(shard.kv_heads(layer.num_kv_heads))
 
 
 def _cut_linear(linear: Any, style: str, shard: Shard, exchange: Exchange, kv_heads: int | None) -> None:
@@ -185,8 +185,8 @@ def _cut(tensor: torch.Tensor, axis: int, shard: Shard, kv_heads: int | None = N
     """The rank's run along an axis; with `kv_heads` that is so many heads, of which neighbours may have the same."""
     length = tensor.shape[axis]
     if kv_heads is not None:
-        width, first = length // kv_heads, shard.rank * kv_heads // shard.size
-        return Cut(axis, first * width, (first + shard.num_kv_heads(kv_heads)) * width)
+        width, own = length // kv_heads, shard.kv_heads(kv_heads)
+        return Cut(axis, own.start * width, own.stop * width)
     if length % shard.size:
         raise ValueError(f"{length} columns are no equal shares")
     return Cut(axis, shard.rank * length // shard.size, (shard.rank + 1) * length // shard.size)
