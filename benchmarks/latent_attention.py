@@ -14,13 +14,14 @@ import itertools
 from collections.abc import Callable
 
 import torch
+from product_steps import captured
 
 from tandem.kernels.check.measure import Limits, measure_limits, median_event_seconds
+from tandem.kernels.products.matmul_device import shared_bytes_of
 from tandem.kernels.triton_kernels.decode.latent_decode import (
     latent_constants,
     latent_decode,
     plan_latents,
-    shared_bytes_of,
 )
 
 LATENT, ROTATED, BLOCK, LAYERS = 512, 64, 64, 8
@@ -91,14 +92,7 @@ def seconds(run: Callable[[], object]) -> float:
     if not torch.cuda.is_available():
         run()
         return float("nan")
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return median_event_seconds(graph.replay, 7)
+    return median_event_seconds(captured(run).replay, 7)
 
 
 def main() -> None:

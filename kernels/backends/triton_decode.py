@@ -16,6 +16,7 @@ from tandem.kernels.api.metadata import RowBatch
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.partitions import choose_paged_attention_version, num_partitions
 from tandem.kernels.blocks.quantization import scale_tensor
+from tandem.kernels.products.matmul_device import shared_bytes_of
 from tandem.kernels.triton_kernels.decode.block_sparse import list_sparse_tiles
 from tandem.kernels.triton_kernels.decode.decode_launch import (
     MAX_NEW_TOKENS,
@@ -30,7 +31,6 @@ from tandem.kernels.triton_kernels.decode.latent_decode import (
     latent_constants,
     latent_decode,
     plan_latents,
-    shared_bytes_of,
 )
 from tandem.kernels.triton_kernels.decode.shared_prefix import (
     attend_prefixes,

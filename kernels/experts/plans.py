@@ -100,6 +100,13 @@ def _largest(size: int, tiles: tuple[int, ...]) -> int:
     return next((tile for tile in tiles if size % tile == 0), 0)
 
 
+def inputs_of_a_scale(group: int, bits: int, num_inputs: int) -> int:
+    """Inputs of a step's product that are scaled alike before steps are added up; 0: sums are scaled at the end.
+    Integers of 4 bits with one scale an output are a single group of all inputs: where nothing scaled the product of
+    each step, tiles of 64 pairs gave sums that were wrong in places (Triton 3.6 on an H200)."""
+    return group or (num_inputs if bits == 4 else 0)
+
+
 def choose_plan(num_tokens: int, sizes: MixtureSizes, num_experts: int | None = None) -> MixturePlan | None:
     """None: the kernels serve no such sizes. `num_experts`: of the model, where it has others elsewhere."""
     if num_tokens <= MOST_FEW_TOKENS:
@@ -149,7 +156,7 @@ def _grouped(
     """Tiles of many rows have as many outputs as registers hold sums; of few, as many as a ring of loads takes. Groups'
     products are sums of their own before they are scaled."""
     is_wide, group, element_bytes = tile_m == TILES_M[-1], sizes.group, sizes.element_bytes
-    has_scaled_steps = bool(group) or sizes.bits == 4
+    has_scaled_steps = bool(inputs_of_a_scale(group, sizes.bits, num_inputs))
     fits = (is_wide and not has_scaled_steps) or not is_gated
     tile_n = _largest(num_outputs, (128, 64, 32, 16) if fits else (64, 32, 16))
     if sizes.is_e2m1 and tile_m < 64 and element_bytes == 2 and num_inputs > FEW_STEPS * LONG_TILE:

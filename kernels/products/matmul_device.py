@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.kernels.products.matmul_plans import WORKSPACE_WORDS, Table, parse_table
+from tandem.kernels.products.matmul_plans import SHARED_BYTES, WORKSPACE_WORDS, Table, parse_table
 from tandem.kernels.triton_kernels.gluon_support import why_no_gluon
 
 
@@ -36,6 +36,14 @@ def workspace_of(device: torch.device) -> MatmulWorkspace:
 def is_hopper(device: torch.device) -> bool:
     """Whether kernels in Gluon run there."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and not why_no_gluon()
+
+
+@functools.cache
+def shared_bytes_of(device: torch.device) -> int:
+    """Shared memory that one program may have. torch's stubs don't know the property, nor do its early versions."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES))
 
 
 @functools.cache

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from tandem.kernels.products import product_trials
 from tandem.kernels.products.fused_ops import is_fused, rms_norm, silu_mul
-from tandem.kernels.products.matmul_device import is_hopper, workspace_of
-from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, SHARED_BYTES, Plan, RowsPlan, StreamPlan
+from tandem.kernels.products.matmul_device import is_hopper, shared_bytes_of, workspace_of
+from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, Plan, RowsPlan, StreamPlan
 from tandem.kernels.products.quantised_plans import MOST_TILES, QuantisedPlan, choose_hopper_plan, choose_plan
 from tandem.kernels.products.quantised_weight import FP8, FP8_MAX, QuantisedWeight, quantise_fp8, quantise_int4
 
@@ -172,8 +172,7 @@ def _chosen(
     if torch.cuda.get_device_capability(device) < (8, 9):
         return None
     of_weight = group, bits, scale_dtype, dtype, device
-    # torch's stubs don't know this property.
-    shared_bytes = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES)
+    shared_bytes = shared_bytes_of(device)
     may_round = dtype == torch.bfloat16
     if may_round and is_hopper(device) and (num_rows == 1 or scale_dtype == torch.float32):
         tuned = choose_hopper_plan(num_rows, *shape, group, bits)

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tandem.kernels.products.matmul_plans import SHARED_BYTES
 from tandem.kernels.triton_kernels.common import INTERPRET, LOG2_E, begin, check_cache, dot, overlap, padded_head_size
 from tandem.kernels.triton_kernels.decode.decode_parts import merge_parts, store_part
 from tandem.kernels.triton_kernels.decode.decode_plan import DecodePlan, load_segment, load_share, parts_of
@@ -22,7 +23,6 @@ from tandem.kernels.triton_kernels.decode.decode_tiles import load_block
 MOST_HEADS = 64  # of a program, whose sums of latents are half of a multiprocessor's registers then
 PARTS_AT_ONCE = 32  # merged by a program of MERGED_COLUMNS; a guess: docs/measurements.md#latent-attention
 MERGED_COLUMNS = 128  # a guess, too
-SHARED_BYTES = 227 << 10  # of a multiprocessor from Hopper on, where torch doesn't say: CUDA programming guide
 
 
 @triton.jit(
@@ -224,14 +224,6 @@ def num_latent_programs(device: torch.device, num_warps: int) -> int:
     if INTERPRET:
         return 5
     return 8 // num_warps * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def shared_bytes_of(device: torch.device) -> int:
-    """Shared memory that one program may have."""
-    if device.type != "cuda":
-        return SHARED_BYTES
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES))
 
 
 def plan_latents(seq_lens: torch.Tensor, constants: dict[str, int], programs: int = 0) -> DecodePlan:

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.triton_kernels.common import INTERPRETED, begin, dot
-from tandem.kernels.triton_kernels.experts.stored import e2m1_tile, int4_tile
-from tandem.kernels.triton_kernels.products.matmul_quantised import widened
+from tandem.kernels.triton_kernels.experts.stored import e2m1_tile
+from tandem.kernels.triton_kernels.products.matmul_quantised import int4_tile, widened
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def grouped_kernel(
     if ROUNDED:
         row_scales = tl.load(x_scales + sources)[None, :]
         acc, acc_up = acc * row_scales, acc_up * row_scales
-    if BITS > 0 and GROUP == 0 and not E2M1:
+    if BITS == 8 and GROUP == 0:
         acc *= tl.load(marks).to(tl.float32)[:, None]
         if GATED:
             acc_up *= tl.load(up_marks).to(tl.float32)[:, None]

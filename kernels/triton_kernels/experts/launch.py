@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from tandem.kernels.experts.plans import Clamp, FewPlan, GroupedPlan, MixturePlan
+from tandem.kernels.experts.plans import Clamp, FewPlan, GroupedPlan, MixturePlan, inputs_of_a_scale
 from tandem.kernels.experts.stacked import StackedWeight
 from tandem.kernels.products.quantised import quantise_rows
 from tandem.kernels.triton_kernels.common import overlap
@@ -42,9 +42,7 @@ class _Stored(NamedTuple):
             values = values.view(torch.int32)
         scales, bias = weight.scales, weight.bias
         zeros, has_bias = scales if weight.zeros is None else weight.zeros, bias is not None
-        # Integers of 4 bits with one scale an output are a single group of all inputs: where nothing scaled the product
-        # of each step, tiles of 64 pairs gave sums that were wrong in places (Triton 3.6 on an H200).
-        group = 0 if weight.is_e2m1 else weight.group or (weight.shape[2] if weight.bits == 4 else 0)
+        group = 0 if weight.is_e2m1 else inputs_of_a_scale(weight.group, weight.bits, weight.shape[2])
         bias = scales if bias is None else bias
         return cls(values, scales, zeros, bias, row, expert, weight.bits, weight.is_e2m1, group, has_bias)
 

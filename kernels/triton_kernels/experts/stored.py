@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.triton_kernels.common import INTERPRETED
-from tandem.kernels.triton_kernels.products.matmul_quantised import eight_numbers, widened
+from tandem.kernels.triton_kernels.products.matmul_quantised import in_order, widened
 
 
 @triton.jit
@@ -44,23 +44,7 @@ def e2m1_tile(words, exponents, DTYPE: tl.constexpr, TILE_N: tl.constexpr, TILE_
     32 b + 16 s + 8 h + 2 t + p, number 4 p + 2 s + h of its eight. `exponents`: uint8 [TILE_N, TILE_K / 32]."""
     shared = tl.broadcast_to(exponents.to(tl.int32)[:, :, None], (TILE_N, TILE_K // 32, 4))
     a, b, c, d, e, f, g, h = _eight_e2m1(words, shared.reshape(TILE_N, TILE_K // 8), DTYPE)
-    return _in_order(a, b, c, d, e, f, g, h, TILE_N, TILE_K)
-
-
-@triton.jit
-def int4_tile(words, zero, DTYPE: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
-    """The same of integers, less their zero points [TILE_N]."""
-    a, b, c, d, e, f, g, h = eight_numbers(words, zero.to(tl.int32)[:, None], DTYPE)
-    return _in_order(a, b, c, d, e, f, g, h, TILE_N, TILE_K)
-
-
-@triton.jit
-def _in_order(a, b, c, d, e, f, g, h, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
-    """[TILE_N, TILE_K] of the eight numbers of words."""
-    low = tl.join(tl.join(a, b), tl.join(c, d))
-    by_lane = tl.join(low, tl.join(tl.join(e, f), tl.join(g, h)))  # [rows, 4 b + t, h, s, p]
-    by_lane = by_lane.reshape(TILE_N, TILE_K // 32, 4, 2, 2, 2)
-    return by_lane.permute(0, 1, 4, 3, 2, 5).reshape(TILE_N, TILE_K)
+    return in_order(a, b, c, d, e, f, g, h, TILE_N, TILE_K)
 
 
 @triton.jit

@@ -112,11 +112,23 @@ def load_weights(values, zero, rows, step, DTYPE: tl.constexpr, BITS: tl.constex
     else:
         columns = step * (TILE_K // 8) + tl.arange(0, TILE_K // 8)
         words = tl.load(values + rows[:, None] + columns[None, :])
-        a, b, c, d, e, f, g, h = eight_numbers(words, zero.to(tl.int32)[:, None], DTYPE)
-        low = tl.join(tl.join(a, b), tl.join(c, d))
-        by_lane = tl.join(low, tl.join(tl.join(e, f), tl.join(g, h)))  # [rows, 4 b + t, h, s, p]
-        by_lane = by_lane.reshape(rows.shape[0], TILE_K // 32, 4, 2, 2, 2)
-        return by_lane.permute(0, 1, 4, 3, 2, 5).reshape(rows.shape[0], TILE_K)
+        return int4_tile(words, zero, DTYPE, rows.shape[0], TILE_K)
+
+
+@triton.jit
+def int4_tile(words, zero, DTYPE: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
+    """[TILE_N, TILE_K] in DTYPE of int32 [TILE_N, TILE_K / 8], less the zero points [TILE_N]."""
+    a, b, c, d, e, f, g, h = eight_numbers(words, zero.to(tl.int32)[:, None], DTYPE)
+    return in_order(a, b, c, d, e, f, g, h, TILE_N, TILE_K)
+
+
+@triton.jit
+def in_order(a, b, c, d, e, f, g, h, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
+    """[TILE_N, TILE_K] of the eight numbers of words."""
+    low = tl.join(tl.join(a, b), tl.join(c, d))
+    by_lane = tl.join(low, tl.join(tl.join(e, f), tl.join(g, h)))  # [rows, 4 b + t, h, s, p]
+    by_lane = by_lane.reshape(TILE_N, TILE_K // 32, 4, 2, 2, 2)
+    return by_lane.permute(0, 1, 4, 3, 2, 5).reshape(TILE_N, TILE_K)
 
 
 @triton.jit
