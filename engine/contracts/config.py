@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+MOST_DRAFTS = 16  # tokens guessed ahead of one sequence; a guess: more are hardly ever right together
 Device = Literal["auto", "cpu", "cuda"]
 PlacementName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "elastic"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]

@@ -72,7 +72,9 @@ class _Fields(RopeFields, kw_only=True):
     hidden_act: str = "silu"
     rms_norm_eps: Annotated[float, Meta(ge=0)] = 1e-6
     tie_word_embeddings: bool = False
-    is_encoder_decoder: bool = False  # changes nothing in these models; some versions of transformers refuse other types
+    is_encoder_decoder: bool = (
+        False  # changes nothing in these models; some versions of transformers refuse other types
+    )
     dtype: str | None = None
     torch_dtype: str | None = None
     bos_token_id: int | None = None

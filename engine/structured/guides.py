@@ -18,6 +18,7 @@ import numpy as np
 
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import Candidates
+from tandem.engine.scheduling.speculation.verdicts import void_drafts
 from tandem.engine.scheduling.step import ForkSlot, NewSlot, SampleRow
 from tandem.engine.structured.grammars import Grammars, shown
 from tandem.engine.structured.token_limits import TokenLimits
@@ -143,12 +144,11 @@ class GuidedSamples:
         if self._was_taken:
             return
         self._was_taken = True
-        void: set[int] = set()
+        void = void_drafts(zip(self.indices, self._drafts, strict=True), token_ids)
         for place, (index, guide, draft) in enumerate(zip(self.indices, self._guides, self._drafts, strict=True)):
+            if index in void:
+                continue
             if draft >= 0:
-                if index - 1 in void or token_ids[index - 1] != draft:
-                    void.add(index)
-                    continue
                 guide.fail_as(self._ahead[place])
             if guide.is_open and candidates and index in candidates:
                 self.ends[index] = tuple(each for each in candidates[index].token_ids if guide.ends_with(each))

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.engine.contracts.config import MOST_DRAFTS
+
 Kind = Literal["counter", "gauge", "histogram"]
 VLLM = "vllm:"  # the prefix of names that are vLLM's; those families have the label `model_name`
 
@@ -180,7 +182,7 @@ _HISTOGRAMS = {
 }
 _TIERS = ("host", "disk")
 _TURN_PARTS = ("events", "upkeep", "schedule", "launch", "urgent", "device", "results")
-_DRAFTS = tuple(map(str, range(16)))  # places of drafts behind a sequence's newest token
+_DRAFTS = tuple(map(str, range(MOST_DRAFTS)))  # places of drafts behind a sequence's newest token
 _TRANSPORTS = ("local", "cuda_ipc", "shm", "nixl", "ucx", "tcp")
 
 NODE_METRICS: tuple[NodeMetric, ...] = (

@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from tandem.engine.contracts.keys import NodeKey
+from tandem.engine.scheduling.work.reporter import LATELY_S
 from tandem.router.placing.leaning import Candidate, LeaningPolicy, Side
 from tandem.router.placing.outlook import Outlook
-
-LATELY_S = 2.0  # over which nodes report the share of prompts: engine/scheduling/work/reporter.py
 
 
 class PromptShare:

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
+from tandem.engine.contracts.config import MOST_DRAFTS
 from tandem.engine.contracts.errors import ConfigError
 
-MOST_DRAFTS = 16  # tokens guessed ahead of one sequence; a guess: more are hardly ever right together
 MOST_LOOKUP = 32  # tokens that are looked for; a guess
 DEFAULT_LOOKUP = 5  # vLLM's
 OTHER_METHODS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "medusa", "mlp_speculator", "suffix")

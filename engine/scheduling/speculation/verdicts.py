@@ -8,15 +8,23 @@ drawn it. If not, everything behind it is void.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from tandem.engine.scheduling.step import SampleRow
 
 
 def void_samples(samples: Sequence[SampleRow], token_ids: Sequence[int]) -> set[int]:
     """Indices of samples that stand behind a wrong draft. `token_ids[i]`: what sample i drew."""
+    return void_drafts(enumerate(sample.draft for sample in samples), token_ids)
+
+
+def void_drafts(drafts: Iterable[tuple[int, int]], token_ids: Sequence[int] | np.ndarray) -> set[int]:
+    """The same of some samples: pairs of an index and the draft there, below 0 for none, in order. A sequence's
+    samples are all among them or none."""
     void: set[int] = set()
-    for index, sample in enumerate(samples):
-        if sample.draft >= 0 and (index - 1 in void or token_ids[index - 1] != sample.draft):
+    for index, draft in drafts:
+        if draft >= 0 and (index - 1 in void or token_ids[index - 1] != draft):
             void.add(index)
     return void
