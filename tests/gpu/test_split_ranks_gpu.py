@@ -119,7 +119,8 @@ def test_what_two_ranks_have_no_room_for_comes_back(nodes: dict[str, NodeInfo]) 
                 check_against_reference(DEMO, prompt, result.output(), torch.float32)
                 kept = 20 * (1 if not turn and seed == 70 else 2)
                 client.until(lambda: counter(client, prefill, "tier_host_blocks") >= kept)  # noqa: B023
-        client.until(lambda: counter(client, prefill, "tier_host_hits") >= 20)
+        # The pool of 32 has kept the first 11 blocks of either prompt beside the other's 21: 9 of each come back.
+        client.until(lambda: counter(client, prefill, "tier_host_hits") >= 2 * 9)
         assert not counter(client, prefill, "tier_loads_failed")
     finally:
         client.close()
