@@ -30,7 +30,7 @@ RARER = (
 REFUSED = {
     "gpt2": "no plan",
     "bloom": "no plan",
-    "gpt_oss": "no plan",
+    "gpt_oss": "no plan|attention by heads",  # as transformers had it before 5.24, and since
     "llama4_text": "packed_rowwise|attention by heads",
     "deepseek_v3": "attention by heads",
 }
