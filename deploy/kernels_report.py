@@ -22,9 +22,13 @@ PACKAGES = ("torch", "triton", "flash-attn", "flashinfer-python", "xformers")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report. Returns 1 when a kernel failed or was wrong. Raises ConfigError for a shape that can't be."""
+    """Prints the report, or tunes. Returns 1 when a kernel failed or was wrong. Raises ConfigError."""
     shape = shape_of(arguments)
     print(_describe_machine(shape.device))
+    if arguments.tune:
+        from tandem.deploy.tune_products import run as tune
+
+        return tune(arguments, shape.device)
     spec = shape.spec
     options = [f"{shape.cache_dtype} cache".replace("torch.", "")]
     options += [f"window {spec.sliding_window}"] * bool(spec.sliding_window)

@@ -39,6 +39,7 @@ from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.engine.process.process_log import start_log
 from tandem.engine.process.process_name import name_process
 from tandem.engine.process.watched import end_process, end_with_any_thread
+from tandem.engine.running.at_start.products import warm_up_tuned
 from tandem.engine.running.at_start.step_measure import measure_step_times
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.running.runner import ModelRunner
@@ -167,7 +168,7 @@ class NodeProcess:
             torch.cuda.set_device(self.loaded.device)  # another node of this process may have set another
         self.launcher.doing("warming up")
         self.grammars.prepare()
-        self.runner.warmup()
+        warm_up_tuned(self.runner, 0.0 if self.ranks else self.options.tune_products_s, self.launcher.doing)
         if self.precise is not None:
             self.precise.runner.warmup()
         if self.tiers is not None:

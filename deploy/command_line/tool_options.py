@@ -237,3 +237,9 @@ class KernelsOptions:
     device: Annotated[str, "cuda, cuda:1, cpu; auto: a GPU if there is one"] = "auto"
     attention_backend: Annotated[str, "test only this one; auto: all that fit"] = "auto"
     test: Annotated[bool, "run and time the kernels; else only say what would be chosen"] = True
+    tune: Annotated[
+        str, "folder or hub name of a model whose matrix products are measured instead, for a table of this device"
+    ] = ""
+    tune_seconds: Annotated[float, Meta(gt=0, le=86400), "how long it may take"] = 540.0
+    tune_into: Annotated[str, "file that the table is added to; left out: where nodes of this machine look"] = ""
+    tensor_parallel_size: Annotated[Positive, "GPUs that share the model that is tuned for"] = 1

@@ -222,6 +222,11 @@ class NodeOptions:
     attention_backend: Annotated[str, "auto: the best that this machine has; or the name of one"] = "auto"
     compile: Annotated[bool, "have torch.compile make what a model computes between its layers' attention"] = False
     cuda_graphs: Annotated[bool, "replay captured graphs for decode steps"] = True
+    tune_products_s: Annotated[
+        float,
+        Meta(ge=0, le=3600),
+        "how long a start may measure matrix products that no table has (docs/product_tables.md); 0: not at all",
+    ] = 30.0  # a guess
     transport: Annotated[str, "how KV travels between nodes: auto, local, shm, cuda_ipc, nixl, ucx or tcp"] = "auto"
     redis_url: RedisUrl = ""
     namespace: Namespace = "tandem"

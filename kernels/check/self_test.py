@@ -25,7 +25,8 @@ from tandem.kernels.check.layer_cases import (
     silu_case,
 )
 from tandem.kernels.check.measure import Limits, median_seconds
-from tandem.kernels.products import fused_ops, matmul
+from tandem.kernels.products import fused_ops, matmul, matmul_device
+from tandem.kernels.products.tuning import stored
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,22 @@ def describe_kernels(shape: Shape, num_rows: int, length: int) -> list[tuple[str
         lines.append((f"decode of {num_rows} x {length} by triton", describe_decode(shape, num_rows, length)))
     lines.append(("between the products", "fused Triton kernels" if on_gpu else "plain PyTorch: Triton needs CUDA"))
     lines.append(("sampling", "Triton kernels, no sort" if on_gpu else "plain PyTorch, with a sort"))
-    tuned = matmul.table_of(shape.device)
-    text = f"a table tuned for {len(tuned)} weights of this device" if tuned else "torch: no table for this device"
-    lines.append((f"products of up to {matmul.LONGEST_TUNED} rows", text))
+    lines.append((f"products of up to {matmul.LONGEST_TUNED} rows", describe_tables(shape.device)))
     return lines
+
+
+def describe_tables(device: torch.device) -> str:
+    """Says whose plans the products of decode steps take."""
+    if not matmul_device.is_hopper(device):
+        return "torch: our kernels need a Hopper GPU"
+    tables = matmul_device.tables_of(device)
+    said = [f"shipped for this device: {len(tables.shipped)} weights"] * bool(tables.shipped)
+    if tables.made:
+        said.append(f"made here: {len(tables.made)} weights, {stored.made_path(stored.key_of(device))}")
+    if not tables.measured:
+        said.append("no table for this device, `tandem kernels --tune MODEL` makes one")
+    said.append(f"else as devices like this one: {len(tables.like)} weights" if tables.like else "else torch")
+    return "; ".join(said)
 
 
 def describe_decode(shape: Shape, num_rows: int, length: int) -> str:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from tandem.kernels.products import product_trials
 from tandem.kernels.products.fused_ops import is_fused, silu_mul
 from tandem.kernels.products.matmul_device import is_hopper
-from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, RowsPlan
+from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, ROWS_CUTS, RowsPlan
 
 MOST_ROWS = 2  # docs/measurements.md#steps-of-few-rows
 # Weights: the kernel of a larger one has no time to spare for a norm, measured; docs/measurements.md#steps-of-few-rows.
@@ -28,7 +28,7 @@ def plan_for(num_rows: int, num_outputs: int, num_inputs: int) -> RowsPlan | Non
     """How a product of so few rows is cut, whatever its sizes; None: it isn't served. Pure."""
     if not 0 < num_rows <= MOST_ROWS or num_outputs <= 0 or num_inputs <= 0:
         return None
-    for tile_k, warps in ((2048, 4), (1024, 4), (512, 2), (256, 1)):
+    for tile_k, warps in ROWS_CUTS:
         plan = RowsPlan(2, tile_k, warps)
         if tile_k * num_rows <= 2048 and plan.is_valid(num_rows, num_outputs, num_inputs):
             return plan

@@ -1,8 +1,9 @@
 """Matrix products of decode steps: y = x @ weight^T for 1 to 320 rows, by our Hopper kernel where it beats cuBLAS.
 
 M rows, N outputs, K inputs, G = 2 * intermediate size of a gated MLP. Which kernel runs is one pure function
-(matmul_plans.choose_plan) of the sizes over a table measured on the device and shipped in `tuned/`; whatever the table
-doesn't name is torch's. Products are deterministic: parts of a sum are added in a fixed order.
+(matmul_plans.choose_plan) of the sizes over a table measured on such a device, shipped in `tuned/` or made here
+(tuning/); sizes that it lacks take the plans of a device like this one, and what no table names is torch's. Products
+are deterministic: parts of a sum are added in a fixed order.
 
 Products launched one after another overlap: a kernel fetches weights before its predecessor has ended. So no kernel
 may write a weight on the stream just before its use, except one that itself doesn't let successors start early
@@ -18,7 +19,7 @@ from torch.nn import functional
 
 from tandem.kernels.products import few_rows, product_trials, quantised
 from tandem.kernels.products.fused_ops import is_fused, silu_mul
-from tandem.kernels.products.matmul_device import table_of, workspace_of
+from tandem.kernels.products.matmul_device import asked_of, is_hopper, table_of, tables_of, workspace_of
 from tandem.kernels.products.matmul_plans import (
     GATE_UP_GROUP,
     LONGEST_TUNED,
@@ -26,13 +27,15 @@ from tandem.kernels.products.matmul_plans import (
     RingPlan,
     StreamPlan,
     choose_plan,
+    is_measured,
 )
 from tandem.kernels.products.quantised import RoundedRows
 from tandem.kernels.products.quantised_weight import QuantisedWeight
+from tandem.kernels.products.tuning.candidates import Product
 
 __all__ = [
-    "GATE_UP_GROUP", "LONGEST_TUNED", "can_start_late", "group_gate_up", "linear", "linear_silu_mul",
-    "prepare", "run_plan", "table_of",
+    "GATE_UP_GROUP", "LONGEST_TUNED", "can_start_late", "chosen_plan", "group_gate_up", "linear", "linear_silu_mul",
+    "prepare", "read_tables_anew", "run_plan", "table_of",
 ]  # fmt: skip
 
 
@@ -93,11 +96,16 @@ def group_gate_up(gate_up_GK: torch.Tensor) -> torch.Tensor:
 
 
 def prepare(device: torch.device | str) -> None:
-    """Makes the device's workspace and reads its table: once, before graphs are captured."""
+    """Makes the device's workspace and reads its tables: once, before graphs are captured."""
     device = torch.device(device)
     quantised.prepare(device)
-    if device.type == "cuda" and table_of(device):
-        workspace_of(device)
+    tables_of(device)
+
+
+def read_tables_anew() -> None:
+    """Has products from here on take what the tables say now. What a graph has captured stays as it was."""
+    tables_of.cache_clear()
+    chosen_plan.cache_clear()
 
 
 def run_plan(
@@ -108,11 +116,16 @@ def run_plan(
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached_plan(rows: int, outputs: int, inputs: int, device: torch.device) -> Plan | None:
-    table = table_of(device)
-    if table and (outputs, inputs) not in table:  # not measured: what a layer of few rows would take
-        return few_rows.plan_for(rows, outputs, inputs) if rows == 1 else None
-    return choose_plan(table, rows, outputs, inputs)
+def chosen_plan(rows: int, outputs: int, inputs: int, device: torch.device, silu: bool = False) -> Plan | None:
+    """What serves a product of 16 bits; None: torch."""
+    if not is_hopper(device):
+        return None
+    asked_of(device).add(Product(outputs, inputs, silu))
+    tables = tables_of(device)
+    for table in (tables.measured, tables.like):
+        if is_measured(table, rows, outputs, inputs):
+            return choose_plan(table, rows, outputs, inputs)
+    return few_rows.plan_for(rows, outputs, inputs) if rows == 1 else None  # what a layer of few rows would take
 
 
 def _plan(x_MK: torch.Tensor, weight_NK: torch.Tensor, *, silu: bool) -> Plan | None:
@@ -120,7 +133,7 @@ def _plan(x_MK: torch.Tensor, weight_NK: torch.Tensor, *, silu: bool) -> Plan | 
         return None
     if x_MK.dtype not in (torch.bfloat16, torch.float16) or weight_NK.dtype != x_MK.dtype:
         return None
-    plan = _cached_plan(x_MK.shape[0], weight_NK.shape[0], weight_NK.shape[1], x_MK.device)
+    plan = chosen_plan(x_MK.shape[0], weight_NK.shape[0], weight_NK.shape[1], x_MK.device, silu)
     if isinstance(plan, RingPlan) and not _is_right(plan, weight_NK.shape[1], x_MK.dtype, x_MK.device, silu):
         return None
     return plan

@@ -1,13 +1,16 @@
-"""What the Hopper products of one device share: the table tuned for it, the workspace of unfinished sums."""
+"""What the Hopper products of one device share: the tables tuned for it, the workspace of unfinished sums."""
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from tandem.kernels.products.matmul_plans import SHARED_BYTES, WORKSPACE_WORDS, Table, parse_table
+from tandem.kernels.products.matmul_plans import SHARED_BYTES, WORKSPACE_WORDS, Table
+from tandem.kernels.products.tuning import stored
+from tandem.kernels.products.tuning.candidates import Product
+from tandem.kernels.products.tuning.table_file import merged
 from tandem.kernels.triton_kernels.gluon_support import why_no_gluon
 
 
@@ -46,13 +49,33 @@ def shared_bytes_of(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES))
 
 
+class DeviceTables(NamedTuple):
+    """Where plans for a device come from. All empty where the kernels can't run."""
+
+    shipped: Table  # measured on such a device, and part of Tandem
+    made: Table  # measured on this machine
+    like: Table  # shipped for others with as many multiprocessors: the rule where nothing was measured
+
+    @property
+    def measured(self) -> Table:
+        return merged(self.shipped, self.made)
+
+
 @functools.cache
-def table_of(device: torch.device) -> Table:
-    """The table tuned for this device; empty where none was or the kernel can't run."""
+def tables_of(device: torch.device) -> DeviceTables:
     if not is_hopper(device):
-        return {}
-    properties = torch.cuda.get_device_properties(device)
-    file = Path(__file__).parent / "tuned" / f"matmul_{properties.name.replace(' ', '_')}.json"
-    if properties.multi_processor_count != 132 or not file.is_file():
-        return {}
-    return parse_table(file.read_text())
+        return DeviceTables({}, {}, {})
+    key = stored.key_of(device)
+    shipped, like = stored.shipped_tables(key.device, key.multiprocessors)
+    return DeviceTables(shipped, stored.load_made(key), like)
+
+
+def table_of(device: torch.device) -> Table:
+    """What was measured on such a device; empty where nothing was or the kernel can't run."""
+    return tables_of(device).measured
+
+
+@functools.cache
+def asked_of(device: torch.device) -> set[Product]:
+    """The products of 16 bits and few rows that this process has asked for: what a tuning run may measure."""
+    return set()

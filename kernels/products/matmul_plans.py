@@ -16,6 +16,8 @@ MULTIPROCESSORS = 132  # an H100's and an H200's
 WORKSPACE_WORDS = MULTIPROCESSORS * 128 * 256
 MANY_STEPS = 1 << 10  # along K, more than products have
 SHARED_BYTES = 227 << 10  # a program's limit on Hopper
+# Inputs at once and warps of a program for one or two rows, best first where nothing was measured; a guess.
+ROWS_CUTS = ((2048, 4), (1024, 4), (512, 2), (256, 1))
 
 
 class StreamPlan(NamedTuple):
@@ -122,7 +124,7 @@ Table = Mapping[tuple[int, int], tuple[tuple[int, "Plan | None"], ...]]
 
 def parse_table(text: str) -> Table:
     """Reads JSON {"products": {"N,K": [[rows, plan or null], ...]}}: rows rising; a plan lists the fields of a
-    StreamPlan (seven), a RingPlan (five, or six) or a RowsPlan (three). ValueError for anything else."""
+    StreamPlan (seven), a RingPlan (five, or six) or a RowsPlan (three, or four). ValueError for anything else."""
     table = {}
     for sizes, steps in json.loads(text)["products"].items():
         num_outputs, num_inputs = (int(size) for size in sizes.split(","))
@@ -138,6 +140,12 @@ def _parse_plan(fields: list[int] | None) -> Plan | None:
     if len(fields) not in PLANS:
         raise ValueError(f"a plan of {len(fields)} fields, expected 3, 5, 6 or 7: write the table anew")
     return PLANS[len(fields)](*fields)
+
+
+def is_measured(table: Table, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
+    """Whether the table says what serves this product, be it torch."""
+    steps = table.get((num_outputs, num_inputs), ())
+    return bool(steps) and num_rows <= steps[-1][0]
 
 
 def choose_plan(table: Table, num_rows: int, num_outputs: int, num_inputs: int) -> Plan | None:
