@@ -42,7 +42,7 @@ def graphs_of(runner: ModelRunner, ways: Iterable[int]) -> dict[int, DecodeGraph
 
 
 def milliseconds(graphs: DecodeGraphs, length: int) -> float:
-    """Of a step; the row's tokens are those of the pool's first blocks, whatever lies there."""
+    """Time of a step; the row's tokens are those of the pool's first blocks, whatever lies there."""
     graphs.run([ScheduledRow(0, length - 1, 1)])
     replay = graphs._graphs[1, "plain"].replay
     return 1e3 * event_seconds(lambda: [replay() for _ in range(STEPS)]) / STEPS

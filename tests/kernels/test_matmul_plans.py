@@ -15,6 +15,7 @@ from tandem.kernels.products.matmul_plans import (
     RowsPlan,
     StreamPlan,
     choose_plan,
+    is_measured,
     parse_table,
 )
 
@@ -53,6 +54,12 @@ def test_takes_the_next_larger_number_of_rows(num_rows: int, plan: object) -> No
     table = parse_table(table_text([[1, list(ROWS)], [40, None], [64, list(STREAM)]]))
     assert choose_plan(table, num_rows, 4096, 4096) == plan
     assert choose_plan(table, num_rows, 4096, 14336) is None
+
+
+def test_torch_counts_as_measured_and_more_rows_do_not() -> None:
+    table = parse_table(table_text([[1, list(ROWS)], [40, None]]))
+    assert [is_measured(table, rows, 4096, 4096) for rows in (1, 2, 40, 41)] == [True, True, True, False]
+    assert not is_measured(table, 1, 4096, 14336)
 
 
 def test_takes_no_plan_that_does_not_fit_the_sizes() -> None:
