@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     products = products_of(config, Shard(0, arguments.tensor_parallel_size))
     if not matmul_device.is_hopper(device):
         raise ConfigError("--tune: the kernels to choose from need a Hopper GPU; elsewhere products are torch's")
+    device = torch.device("cuda", device.index or 0)
     torch.cuda.set_device(device)
     key, into = stored.key_of(device), Path(arguments.tune_into) if arguments.tune_into else None
     before = {} if into is None else _read(into, key)

@@ -50,14 +50,15 @@ def made_path(key: TableKey) -> Path:
     return made_folder() / key.file_name
 
 
-def load_made(key: TableKey) -> Table:
-    """What was made for `key` on this machine; empty where nothing was, or what lies there can't be used."""
+def load_made(key: TableKey, *, warns: bool = True) -> Table:
+    """What was made for `key` on this machine; empty where nothing was, or what lies there can't be used: `warns`."""
     try:
         return made_table(made_path(key).read_text(encoding="utf-8"), key)
     except FileNotFoundError:
         return {}
     except (OSError, RuntimeError, ValueError) as error:
-        logger.warning(
+        logger.log(
+            logging.WARNING if warns else logging.DEBUG,
             "the table of matrix products for %s is passed over: %s; delete it, or make it anew by `tandem kernels "
             "--tune MODEL`", key.device, error,
         )  # fmt: skip
@@ -84,7 +85,7 @@ def store_made(key: TableKey, table: Table) -> Path | None:
     try:
         path = made_path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, table_text(key, merged(load_made(key), table)))
+        write_atomically(path, table_text(key, merged(load_made(key, warns=False), table)))
     except (OSError, RuntimeError) as error:
         logger.warning("the table of matrix products can't be kept, the next start measures again: %s", error)
         return None
