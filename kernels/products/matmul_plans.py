@@ -109,17 +109,15 @@ class RowsPlan(NamedTuple):
     tile_n: int
     tile_k: int
     warps: int
-    ahead: int = 0  # over 8 and 4 bits: K steps beyond the first that are asked for while the preceding kernel runs
 
     def is_valid(self, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
         whole = num_outputs % self.tile_n == 0 and num_inputs % self.tile_k == 0
-        fits = self.tile_n <= 2 * GATE_UP_GROUP and self.ahead < max(1, num_inputs // self.tile_k)
-        return num_rows <= 4 and whole and fits
+        return num_rows <= 4 and whole and self.tile_n <= 2 * GATE_UP_GROUP
 
 
 Plan = StreamPlan | RingPlan | RowsPlan
 PLANS: dict[int, type[StreamPlan] | type[RingPlan] | type[RowsPlan]] = {
-    7: StreamPlan, 6: RingPlan, 5: RingPlan, 4: RowsPlan, 3: RowsPlan
+    7: StreamPlan, 6: RingPlan, 5: RingPlan, 3: RowsPlan
 }  # fmt: skip
 Table = Mapping[tuple[int, int], tuple[tuple[int, "Plan | None"], ...]]
 
@@ -140,7 +138,7 @@ def _parse_plan(fields: list[int] | None) -> Plan | None:
     if fields is None:
         return None
     if len(fields) not in PLANS:
-        raise ValueError(f"a plan of {len(fields)} fields, expected 3 to 7: write the table anew")
+        raise ValueError(f"a plan of {len(fields)} fields, expected 3, 5, 6 or 7: write the table anew")
     return PLANS[len(fields)](*fields)
 
 

@@ -23,9 +23,6 @@ MANY_TILES = 96  # of 64 outputs
 FEW_REGISTERS = 128  # of a thread: docs/measurements.md#weights-of-8-and-4-bits
 PROGRAMS_OF_FEW_REGISTERS = 4 * MULTIPROCESSORS  # that run at once; likewise
 MOST_TILES = 1 << 16  # for whose arrivals there is room
-# K steps of one row's product that are asked for early beyond the first: as much again as registers hold, which
-# is what memory reads while a norm runs. A guess.
-AHEAD = 1
 
 
 class QuantisedPlan(NamedTuple):
@@ -100,15 +97,10 @@ def choose_hopper_plan(num_rows: int, num_outputs: int, num_inputs: int, group: 
     if num_rows == 1 and num_outputs % 16 == 0 and group % 32 == 0:
         is_small = bits == 8 and num_outputs * num_inputs <= SMALL
         warps_of = (4, 2, 1) if is_small else (2, 1)
-        plans = [_rows_plan(bits, warps, num_inputs) for warps in warps_of]
+        plans = [RowsPlan(32 // bits, 4096 // bits * warps, warps) for warps in warps_of]
     elif bits == 8 and not group and 1 < num_rows <= MOST_ROWS[8] and num_outputs % 16 == 0 and num_inputs % 128 == 0:
         plans = _tensor_core_plans(*sizes)
     return next((plan for plan in plans if plan.is_valid(*sizes)), None)
-
-
-def _rows_plan(bits: int, warps: int, num_inputs: int) -> RowsPlan:
-    tile_k = 4096 // bits * warps
-    return RowsPlan(32 // bits, tile_k, warps, max(0, min(AHEAD, num_inputs // tile_k - 1)))
 
 
 def _tensor_core_plans(num_rows: int, num_outputs: int, num_inputs: int) -> list[Plan]:

@@ -74,27 +74,6 @@ def test_one_row_goes_by_whole_outputs(kind: str) -> None:
 
 
 @ON_HOPPER[1]
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_asked_for_early_change_no_bit(kind: str) -> None:
-    """In a chain whose kernels overlap, each product reading what the one before wrote."""
-    weights = [weight_of(kind, 4096, 4096) for _ in range(6)]
-    x = torch.randn(1, 4096, device=CUDA).bfloat16()
-    plan = quantised._plan(x, weights[0], silu=False)
-    assert isinstance(plan, RowsPlan)
-    results = []
-    for ahead in range(4096 // plan.tile_k):
-        hidden = x
-        for weight in weights:
-            product = quantised.run_plan(plan._replace(ahead=ahead), hidden, weight)
-            hidden = add_rms_norm(product, hidden.clone(), torch.ones_like(x[0]), 1e-5)
-        results += [hidden, quantised.run_plan(plan._replace(ahead=ahead), x, weights[0], silu=True)]
-    assert len(results) >= 4
-    assert not results[0].isnan().any()
-    for plain, early in zip(results[:2] * (len(results) // 2), results, strict=True):
-        assert torch.equal(plain, early)
-
-
-@ON_HOPPER[1]
 @pytest.mark.parametrize("rows", [3, 100])
 @pytest.mark.parametrize(
     "plan",

@@ -182,20 +182,13 @@ def test_shares_cover_all_units_and_who_finishes_knows_all_others(seed: int) -> 
 
 
 @pytest.mark.parametrize(("bits", "instruction"), [(4, "dp4a"), (8, "e4m3")])
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_one_row_over_scaled_weights_compiles(bits: int, instruction: str, ahead: int) -> None:
+def test_one_row_over_scaled_weights_compiles(bits: int, instruction: str) -> None:
     plan = choose_hopper_plan(1, 4096, 4096, 128, bits)
     assert isinstance(plan, RowsPlan)
-    assert plan.ahead == 1
-    constants = matmul_launch.rows_scaled_constants(plan._replace(ahead=ahead), 4096, 128, bits, silu=True)
+    constants = matmul_launch.rows_scaled_constants(plan, 4096, 128, bits, silu=True)
     types = {"x": "*i32", "weight": "*i32"} if bits == 4 else {"x": "*bf16", "weight": "*fp8e4nv"}
     types |= {"scales": "*fp16", "zeros": "*fp16", "bias": "*bf16", "y": "*bf16"}
-    compiled = compile_kernel(matmul_rows_scaled_kernel, types, constants).asm["ptx"]
-    assert instruction in compiled
-    early = compiled[: compiled.index("griddepcontrol.wait")].count("prefetch.global.L2")
-    assert compiled.count("prefetch.global.L2") == early, "only while the kernel in front runs"
-    of_scales = {8: 1, 4: 2}[bits] * (1 + ahead)
-    assert early == ahead * (plan.tile_n + of_scales), "once for each 16 bytes of a thread"
+    assert instruction in compile_kernel(matmul_rows_scaled_kernel, types, constants).asm["ptx"]
 
 
 @pytest.mark.parametrize("plan", [RingPlan(128, 64, 128, 8, 1, 4), StreamPlan(64, 64, 256, 6, 4, 128, 2)])

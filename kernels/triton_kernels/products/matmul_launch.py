@@ -110,7 +110,6 @@ def launch_rows(
     adds: bool = False,
 ) -> None:
     """`norm` (gain [K], epsilon): of x, before the product. `adds`: to `out_MN`."""
-    assert not plan.ahead, f"{plan}: only weights of 8 and 4 bits are asked for ahead"
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
     flags = {"has_bias": bias_N is not None, "silu": silu, "normalises": norm is not None, "adds": adds}
     gain_K, eps = norm or (weight_NK, 0.0)
@@ -151,7 +150,7 @@ def rows_scaled_constants(
 ) -> dict[str, Any]:
     return {
         "TILE_N": plan.tile_n, "STEPS": num_inputs // plan.tile_k, "GROUP": group or num_inputs, "BITS": bits,
-        "HAS_BIAS": has_bias, "SILU": silu, "AHEAD": plan.ahead, "num_warps": plan.warps,
+        "HAS_BIAS": has_bias, "SILU": silu, "num_warps": plan.warps,
     }  # fmt: skip
 
 

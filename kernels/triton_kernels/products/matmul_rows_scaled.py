@@ -5,10 +5,6 @@ kernel in front has ended. A thread has 16 bytes of a row at once, inputs that s
 memory are instructions. Over 4 bits some two a weight: a thread's 32 activations become integers of 16 bits, as parts
 of the largest of them, so that an instruction multiplies four numbers by the upper or the lower bytes of four
 activations. That is off by 1/65,024 of the largest at most, far below what bf16 keeps.
-
-In a step each product but the last of a layer waits for a norm or an attention, which leave memory idle for some
-microseconds. What registers hold by then is some 8 MiB on all multiprocessors, two microseconds' worth; AHEAD has more
-of the weights, and the scales, on their way to the cache meanwhile.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -86,14 +82,6 @@ def times(words, even_upper, odd_upper, even_lower, odd_lower):
 
 
 @gluon.jit
-def ask_for(pointers):
-    """Has what they point to on its way to the cache."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(gl.int64)], gl.int32, False, 1
-    )
-
-
-@gluon.jit
 def weighted(words, a, b, c, d):
     """Sums [N, B] of four words' numbers times activations, whose pairs of inputs 0, 8, 16 and 24 onwards are a, b, c
     and d [B, 4], and sums of the activations, [1, B], both in fp32. Number 4 p + 2 s + h of a word is that of input
@@ -130,7 +118,6 @@ def matmul_rows_scaled_kernel(
     BITS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     SILU: gl.constexpr,
-    AHEAD: gl.constexpr,  # steps beyond the first whose weights are asked for before the kernel in front has ended
     num_warps: gl.constexpr,
 ):
     """Grid (N / TILE_N,); sums in fp32, one rounding."""
@@ -146,11 +133,9 @@ def matmul_rows_scaled_kernel(
         first = gl.program_id(0) * HALF
         gate = first // SILU_GROUP * (2 * SILU_GROUP) + first % SILU_GROUP
         outputs = gate + index % HALF + index // HALF * SILU_GROUP
-        first_output = gate
     else:
         first = gl.program_id(0) * TILE_N
         outputs = first + index
-        first_output = first
     item = gl.arange(0, ITEMS, layout=gl.SliceLayout(0, x_layout))[None, :]
     block = gl.arange(0, TILE_B, layout=gl.SliceLayout(1, x_layout))[:, None]
     rows = gl.convert_layout(outputs, gl.SliceLayout(1, gl.SliceLayout(2, layout))).to(gl.int64) * (w_row * ITEMS)
@@ -160,15 +145,6 @@ def matmul_rows_scaled_kernel(
 
     gdc_launch_dependents()
     following = gl.load(weights, cache_modifier=".cg")
-    starts = (outputs.to(gl.int64) * (w_row * ITEMS))[:, None] + (group // INPUTS * ITEMS)[None, :]
-    for step in gl.static_range(1, 1 + AHEAD):
-        ask_for(weight + starts + step * (TILE_B * ITEMS))
-    if AHEAD > 0:  # those of a program's outputs lie beside each other
-        for step in gl.static_range(0, 1 + AHEAD if GROUP < STEPS * TILE_B * INPUTS else 1):
-            marks = first_output + (group + step * (TILE_B * INPUTS)) // GROUP * (s_row * 8)
-            ask_for(scales + marks)
-            if BITS == 4:
-                ask_for(zeros + marks)
     gdc_wait()
     total = gl.zeros([TILE_N, TILE_B], gl.float32, sums_layout)
     for step in gl.static_range(STEPS):
