@@ -69,12 +69,12 @@ def choose_device(options: NodeOptions) -> torch.device:
 def with_device_defaults(options: NodeOptions, device: torch.device) -> NodeOptions:
     """The same options with the step's budgets chosen where they were left to us (0)."""
     given, on_gpu, decodes = options.scheduler, device.type == "cuda", options.role == "decode"
-    prompt_budget = 256 if decodes else 2048
+    prompt_budget = 256 if decodes else 0
     itl_max_ms = given.itl_max_ms
     if decodes and measures_steps(options, device) and not given.tpot_target_ms:
         itl_max_ms = itl_max_ms or DECODE_ITL_MAX_MS
     if itl_max_ms or given.tpot_target_ms:
-        prompt_budget = 0  # by times
+        prompt_budget = 0
     cuts_prompts = options.role == "prefill" or given.tpot_target_ms
     scheduler = replace(
         given,

@@ -25,6 +25,9 @@ MOST_CHANGE = 0.25  # most that one step counts: beyond it something else than t
 LEAST_PROMPT_TOKENS, LEAST_FREE_TOKENS = 32, 8  # docs/measurements.md#the-gap-of-a-hand-off; 8 is a guess
 # A chunk of so many tokens takes the device as long as its launch takes the host.
 WORTHWHILE_TOKENS = 1024  # docs/measurements.md#deadlines-on-a-trace
+# Where nothing is promised: the prompt tokens that a step may have beside decodes, and how long it may take for more of
+# them. An 8B model in bf16 takes about as long for as many; docs/measurements.md#steps-of-few-rows.
+PLAIN_TOKENS, PLAIN_S = 2048, 0.050
 USED_SLACK = 0.9  # share of a stream's slack that a step may use: times are estimates; a guess
 # Prompts that have waited for streams so many times as long as their chunk takes have it anyway, or they would starve
 # where more is promised than the node can give. A guess.
@@ -96,7 +99,8 @@ class PromptBudget:
     def __init__(self, options: SchedulerOptions, block_size: int, clock: StepClock, times: StepTimes) -> None:
         self._clock, self._times = clock, times
         self._most = options.max_num_batched_tokens
-        self._most_beside = options.decode_prompt_budget or self._most
+        self._given = options.decode_prompt_budget
+        self._most_beside = self._given or self._most
         self._least = min(LEAST_PROMPT_TOKENS, block_size)
         self._had_at = 0.0  # when a step with prompt work was planned last
 
@@ -111,7 +115,7 @@ class PromptBudget:
         slack_s = self._slack_s(streams)
         if slack_s < math.inf:
             return self._of_slack(len(streams), self._worthwhile(prompts), slack_s, gap_s)
-        return self._most_beside if gap_s == math.inf else self._within(gap_s, len(streams))
+        return self._unpromised() if gap_s == math.inf else self._within(gap_s, len(streams))
 
     def s_per_token(self, streams: Collection[Request]) -> float:
         """Seconds that a token of the next prompt would take beside these streams; 0.0: not known."""
@@ -143,6 +147,12 @@ class PromptBudget:
         if slack_s < chunk_s and has_waited_s < PATIENCE * chunk_s:
             return 0
         return self._within(min(gap_s, max(slack_s, chunk_s)), num_streams)
+
+    def _unpromised(self) -> int:
+        """As many tokens as were asked for, else as many as fast models compute in the time of what others have."""
+        token_s = self._clock.seconds_per_token
+        by_time = int(PLAIN_S / token_s) if token_s else 0
+        return self._given or min(self._most, max(PLAIN_TOKENS, by_time))
 
     def _within(self, seconds: float, num_streams: int) -> int:
         """Finds how many tokens leave the step within `seconds`; at least a few."""

@@ -26,6 +26,7 @@ def test_only_prefill_nodes_cut_prompts_short_for_who_waits(device: torch.device
 def test_a_decode_node_on_a_gpu_takes_prompt_work_by_measured_times() -> None:
     assert chosen("decode", CUDA).decode_prompt_budget == 0
     assert chosen("decode", CPU).decode_prompt_budget == 256
+    assert chosen("unified", CUDA).decode_prompt_budget == 0, "and so does one that does all work"
 
 
 def test_what_was_given_stays() -> None:

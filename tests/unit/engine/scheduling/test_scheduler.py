@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from engine_harness import BLOCK, MAX_MODEL_LEN, Harness, prompt_that_stops
 
+from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.request import Prompt, Request
 from tandem.engine.scheduling.step_times import PromptBudget, StepTimes
 
@@ -151,6 +153,22 @@ def test_beside_slow_decodes_a_prompt_has_what_the_graph_has_room_for(num_decode
     assert times.seconds(640) == pytest.approx(0.7)
     chunks(harness, 1)
     assert harness.scheduler.prompt_s_per_token == pytest.approx(times.seconds(num_decodes + BLOCK) / BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds_per_token", "num_tokens"),
+    [(0, 0.0, 2048), (0, 50e-6, 2048), (0, 12.5e-6, 4000), (0, 1e-6, 8192), (256, 1e-6, 256)],
+)
+def test_what_promises_nothing_has_prompts_beside_it_by_time(
+    given: int, seconds_per_token: float, num_tokens: int
+) -> None:
+    """50 ms, and 2,048 tokens at least; unless a number was given."""
+    clock = StepClock(lambda: 0.0)
+    if seconds_per_token:
+        clock.prompt_rate.measured(8192, 8192 * seconds_per_token)
+    options = SchedulerOptions(max_num_batched_tokens=8192, decode_prompt_budget=given)
+    budget = PromptBudget(options, 16, clock, StepTimes())
+    assert budget.beside([Request(Prompt(AttemptKey("p", 0), np.zeros(1, np.int32), SamplingParams()))]) == num_tokens
 
 
 def test_step_times_are_read_between_their_points() -> None:
