@@ -24,7 +24,8 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20  # a guess: real ones have some 1,000
 _KEY = re.compile(r"base_model\.model\.([\w.]+)\.lora_([AB])\.weight")
 _PICKLED = ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin")
-# Starts that change the base model's own weights, beside which alone such an adapter is right.
+# Beginnings of values of init_lora_weights that change the base model's own weights: only beside those is such an
+# adapter right.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 
@@ -113,7 +114,8 @@ def read_adapter(path: str) -> AdapterFiles:
 
 
 def _read(file: Path, folder: Path) -> bytes:
-    """The configuration's bytes, once the folder is one of safetensors."""
+    """The bytes of the configuration in `file`. Raises AdapterError where `folder` has no weights in safetensors, or a
+    file can't be read."""
     try:
         if not folder.is_dir():
             raise AdapterError(f"{folder} is no folder; give the one with {CONFIG_FILE} and {WEIGHTS_FILE}")
@@ -124,7 +126,7 @@ def _read(file: Path, folder: Path) -> bytes:
             )
             raise AdapterError(f"{folder} has no {WEIGHTS_FILE}; {why}")
         for each in (file, folder / WEIGHTS_FILE):
-            if each.exists() and not each.is_file():  # who opens a pipe waits until somebody writes
+            if each.exists() and not each.is_file():  # opening a pipe would wait until somebody writes
                 raise AdapterError(f"{each} can't be read: it is no regular file")
         if file.stat().st_size > MAX_CONFIG_BYTES:
             raise AdapterError(f"{file} is larger than {MAX_CONFIG_BYTES} bytes")

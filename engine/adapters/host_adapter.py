@@ -70,5 +70,6 @@ class AdapterLoader:
 
 
 def _cut(matrix: torch.Tensor, cut: Cut | None, dim: int) -> torch.Tensor:
-    """This rank's part of a matrix whose dimension `dim` is that of the product's weight."""
+    """This rank's part of A or B; `dim` is the dimension of the layer's weight that the matrix shares. `cut` None: the
+    rank takes all of the weight."""
     return matrix if cut is None or cut.dim != dim else matrix.narrow(dim, cut.start, cut.stop - cut.start)

@@ -48,7 +48,7 @@ class AdapterLayout:
 
     @classmethod
     def of(cls, sites: Iterable[Site], max_rank: int) -> AdapterLayout:
-        """The layout of adapters of at most `max_rank` for these sites, of which there are some."""
+        """The layout of adapters of at most `max_rank` for these sites, at least one."""
         rank, start = padded_rank(max_rank), 0
         projections = []
         for site in sites:

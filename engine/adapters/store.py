@@ -71,7 +71,7 @@ class AdapterStore:
             self._num_bytes -= oldest.num_bytes
 
     def held(self) -> HeldAdapters:
-        """What a router is told of them."""
+        """The adapters in memory, as routers are told of them."""
         with self._lock:
             digests = dict.fromkeys([*reversed(self._kept), *self._alive.keys()])
             return HeldAdapters(b"".join(each[:MARK_BYTES] for each in islice(digests, MOST_TOLD)), self._read_s)

@@ -203,7 +203,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def latent_size(self) -> None:
-        """None: keys and values are kept, of each head."""
+        """None: the keys and values of each head are kept, not latents."""
         return None
 
     def window_of(self, layer: int) -> int | None:
@@ -241,7 +241,7 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 
 def _parse(raw: dict[str, Any]) -> ModelConfig:
-    """Raises ValueError that names the field."""
+    """The model that config.json's object `raw` describes. Raises ValueError that names the field."""
     architecture = _architecture(raw)
     for name, why in REFUSED_IF_SET.items():
         if raw.get(name) is not None:
@@ -291,7 +291,7 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _mixture(fields: _Experts) -> MixtureConfig:
-    """Raises ValueError."""
+    """The mixture that these fields describe. Raises ValueError for numbers that contradict each other."""
     named = {count for count in (fields.num_experts, fields.num_local_experts) if count is not UNSET}
     if len(named) > 1:
         raise ValueError("num_experts and num_local_experts differ; take one of them out")

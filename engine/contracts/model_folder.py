@@ -42,7 +42,8 @@ def given_names(given: str) -> tuple[str, ...]:
 
 
 def served_name(model: str, given: str = "") -> str:
-    """The name by which it goes: the first one given, else the last part of the folder's path or of the hub name."""
+    """The name by which the model goes: the first one given, else the last part of the folder's path or of the hub
+    name."""
     folder = Path(model).expanduser()
     return (*given_names(given), folder.resolve().name if folder.is_dir() else folder.name)[0]
 

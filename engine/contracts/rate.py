@@ -15,7 +15,7 @@ STRETCH = 1.25
 # Late prompts go in the order of arrival time, or of deadline, plus this many times their remaining work, in seconds; a
 # guess.
 LATE_STRETCH = 8.0
-# What is aimed at, as a share of a target for each token: clients count the way, too; a guess.
+# What is aimed at, as a share of a target for each token: clients also count the time on the network; a guess.
 AIMED_AT = 0.95
 
 
@@ -46,13 +46,14 @@ class Due(Generic[T]):
     due_at: float
     num_tokens: int  # left to compute
     priority: int = 0
-    order: int = 0  # among equals
-    spare_s: float = 0.0  # by which it is to be early
+    order: int = 0  # decides among equals
+    spare_s: float = 0.0  # how much sooner than `due_at` it is aimed at
 
 
 def fewest_late(prompts: Iterable[Due[T]], token_s: float, free_at: float) -> tuple[list[Due[T]], list[Due[T]]]:
-    """Returns those that make it, in the order in which they are to be computed from `free_at` on at `token_s` a token,
-    and those that don't: by deadline, and while somebody would be late the largest gives way (Moore 1968)."""
+    """Returns the prompts that make it, in the order in which they are to be computed from `free_at` on at `token_s` a
+    token, and those that don't. They are taken by deadline, and as long as one would be late the largest gives way
+    (Moore 1968)."""
     ordered = sorted(prompts, key=lambda p: (p.priority, p.due_at, p.order))
     late: dict[int, Due[T]] = {}
     largest: list[tuple[int, int, float, int]] = []  # a heap

@@ -46,5 +46,5 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_guided(self) -> bool:
-        """Whether what may be drawn hangs on more than the logits: rows of such requests have masks."""
+        """Whether what may be drawn depends on more than the logits: rows of such requests have masks."""
         return bool(self.grammar or self.allowed_token_ids or self.bad_words)

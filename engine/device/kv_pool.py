@@ -68,7 +68,7 @@ def pool_bytes(layout: KVLayout, num_blocks: int) -> int:
 def allocate_pool(
     layout: KVLayout, num_blocks: int, device: torch.device | str, storage: WritableBuffer | None = None
 ) -> torch.Tensor:
-    """Zeroed `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]` on `device`.
+    """Zeroed `[num_blocks, num_kv_heads, num_layers, planes, block_size, head_dim]` on `device`.
 
     `storage` (CPU only): memory to live in, at least `pool_bytes`, zeroed by its maker (fresh shared memory is); the
     tensor keeps it alive. Raises ConfigError when the memory can't be had.

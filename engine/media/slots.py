@@ -52,7 +52,7 @@ class MediaSlots:
         self._encoder, self._device = encoder, device
         self.outputs = EncoderOutputs(encoder, budget_bytes)
         self._sequences: dict[int, _Sequence] = {}
-        # How much later than their tokens positions are, after a sequence's last item; decode steps gather it.
+        # By how much positions exceed the tokens' places after a sequence's last item; decode steps gather it.
         self.shift_S = torch.zeros(num_slots, dtype=torch.int64, device=device) if encoder.has_positions else None
 
     def apply(self, new_slots: Sequence[NewSlot]) -> dict[int, str]:

@@ -94,12 +94,12 @@ class TensorParallel:
             dist.destroy_process_group()
 
     def begin_step(self) -> None:
-        """From here on exchanges are those of another step."""
+        """Begins another step: the exchanges from here on are counted from 0."""
         self._num_exchanges, self._stand_in = 0, None
 
     def stand_in(self, rows: Mapping[int, int]) -> None:
-        """For the rest of a step that this rank has no memory for: what it exchanges from now on are zeros, of
-        `rows[n]` rows where it comes with n. Those exchanges that it has taken part in are passed over."""
+        """Makes this rank give zeros for the rest of a step that it has no memory for: `rows[n]` rows to an exchange to
+        which it comes with n. The exchanges in which it has taken part already are passed over."""
         if self._stand_in is None:
             self._stand_in = StandIn(rows, self._num_exchanges)
         self._stand_in.rows = rows

@@ -43,7 +43,7 @@ class KVQuality:
 
     def __init__(self, model: Model, rate: float, max_tokens: int, media: MediaSlots | None = None) -> None:
         """Measures a row of `rate` of the steps, of sequences of up to `max_tokens`. Raises ConfigError for a model
-        whose rows can't be computed so."""
+        whose rows can't be computed a second time."""
         for reason, is_so in (
             ("--tensor-parallel-size", model.group is not None),
             ("a model with an encoder", model.encoder is not None),
@@ -76,7 +76,7 @@ class KVQuality:
         try:
             found = to_host(self._compare(taken, state))
         except torch.OutOfMemoryError:
-            return  # a figure less
+            return  # this row is not measured
         event = None
         if found.is_pinned():
             event = torch.cuda.Event()
@@ -122,7 +122,8 @@ class KVQuality:
 
 
 def make_kv_quality(model: Model, options: NodeOptions, media: MediaSlots | None) -> KVQuality | None:
-    """None: nothing is to be measured. Raises ConfigError for what can't be."""
+    """The probe that `options` ask for; None: nothing is to be measured. Raises ConfigError for a model that can't
+    be."""
     if not options.cache.kv_quality_sample_rate:
         return None
     return KVQuality(model, options.cache.kv_quality_sample_rate, options.scheduler.max_num_batched_tokens, media)

@@ -65,8 +65,9 @@ def measure_kv_scales(
 def scales_of_random_prompts(
     model: Model, layout: KVLayout, options: SchedulerOptions, max_model_len: int, device: torch.device
 ) -> LayerScales:
-    """The same of prompts of random tokens, the same ones on every node, rounded up to powers of two: nodes whose
-    products differ in their last bits still get equal scales, and fp8 loses nothing by such a factor."""
+    """Measures scales as `measure_kv_scales` does, on prompts of random tokens that are the same on every node, and
+    rounds them up to powers of two: nodes whose products differ in their last bits still get equal scales, and fp8
+    loses nothing by such a factor."""
     generator = np.random.default_rng(0)
     lengths = (min(length, max_model_len // 2) for length in RANDOM_PROMPTS)
     prompts = [generator.integers(0, model.vocab_size, length).tolist() for length in lengths]

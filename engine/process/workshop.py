@@ -20,7 +20,8 @@ class Workshop:
         self._num_given = self._num_done = 0
 
     def prepare(self, work: Callable[[], object] | None, then: Callable[[], object]) -> None:
-        """Calls `then` when `work` is done: at once if there is none and nobody waits. None only takes its turn."""
+        """Calls `then` when `work` is done. Without `work` it is called when what was given before is done: at once if
+        that is so already."""
         with self._lock:
             is_due = work is None and self._num_given == self._num_done
             if not is_due:

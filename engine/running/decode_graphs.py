@@ -127,7 +127,8 @@ class DecodeBatch:
         out_GV: torch.Tensor | None = None,
         with_adapters: bool = False,
     ) -> torch.Tensor:
-        """Logits [size, V] in the model's dtype, for what `fill` put there; rows' adapters count `with_adapters`."""
+        """Logits [size, V] in the model's dtype, for what `fill` put there. Rows take their adapters only
+        `with_adapters`."""
         adapters = None
         if with_adapters:
             adapters = AdapterRows(self._adapted[0, :size], self._adapted[1, :size])
@@ -253,7 +254,7 @@ class DecodeGraphs:
         return graph.pool()
 
     def takes(self, rows: Sequence[ScheduledRow]) -> bool:
-        """Whether these rows, each token as one of its own, are a graph's work rather than a prefill kernel's."""
+        """Whether these rows, each token as a row of its own, are a graph's work rather than a prefill kernel's."""
         num_tokens = sum(row.num_tokens for row in rows)
         least = _least_size(num_tokens, num_tokens > len(rows) or _has_chunks(rows))
         return least <= self.sizes[-1] and sum(map(self._reads, rows)) <= MAX_CHUNK_READS
@@ -281,8 +282,8 @@ class DecodeGraphs:
         kind: StepKind = "plain"
         if self.adapted_sizes and self.batch.adapters_of(rows).any():
             kind = "adapted"
-        elif self._sharing is not None and self._sharing.of_rows(rows) is not None:  # where the graphs look for them
-            kind = "shared"
+        elif self._sharing is not None and self._sharing.of_rows(rows) is not None:
+            kind = "shared"  # of_rows has put the prefixes where the graphs look for them
         size = self.size_for(rows, kind)
         self.batch.fill(rows, size, kind == "adapted")
         self._graphs[size, kind].replay()

@@ -68,8 +68,8 @@ class TokenDrawing:
         step: LaunchedStep,
         store_plain: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """Draws the tokens of the step's samples. `store_plain` writes those of greedy rows into the slots' tables,
-        where a replay has at hand what that takes."""
+        """Draws the tokens of the step's samples. `store_plain` writes tokens into the slots' tables with what a replay
+        has at hand; it is used where every row is greedy and asks for nothing else."""
         if not output.samples:
             return
         if self._quality is not None:
@@ -143,7 +143,8 @@ class TokenDrawing:
         return group.from_rank_0(token_N), logprobs
 
     def forgo(self, samples: Sequence[SampleRow], logits_1V: torch.Tensor) -> None:
-        """Takes part in what ranks exchange to draw these, without any to draw; `logits_1V` stand for their logits."""
+        """Takes part in the exchanges by which ranks draw the tokens of `samples`, on a rank that has not computed
+        their logits; `logits_1V` stands in for those."""
         assert self._group is not None
         self._group.stand_in({1: len(samples)})
         batch, _, _ = self._state.sampling_batch(samples)

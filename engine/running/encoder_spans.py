@@ -151,7 +151,8 @@ class EncoderSpans:
         )
 
     def _append(self, append: BlockAppend) -> BlockAppend | None:
-        """None for a block of the slot's span, which is put into its table."""
+        """The patch as the decoder's table gets it; None for a block of the slot's span, which is put into the span's
+        table."""
         if self._is_of_span(append):
             self._host_table_SB[append.slot, append.index] = append.block_id
             return None

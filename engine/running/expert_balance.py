@@ -24,8 +24,8 @@ class ExpertBalance:
     next."""
 
     def __init__(self, counts_LX: torch.Tensor, first_experts: list[int] | None = None) -> None:
-        """`counts_LX`: int32, growing; they may wrap around. `first_experts`: of each rank, where ranks hold whole
-        experts."""
+        """`counts_LX`: int32, growing; they may wrap around. `first_experts`: the first expert of each rank, where
+        ranks hold whole experts."""
         self._counts_LX, self._first_experts = counts_LX, first_experts
         self._seen_LX = np.zeros(counts_LX.shape, np.int32)
         self._pending: tuple[torch.Tensor, torch.cuda.Event | None] | None = None

@@ -15,8 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 class StepFaults:
-    """Judges errors of a step: counted where the step can be computed in another way, raised else. In a group there is
-    no other way, since the other ranks compute the step as one, in the old way, and wait for this one's part."""
+    """Judges errors of a step: counted where the step can be computed in another way, raised otherwise. In a group
+    there is no other way, since the other ranks compute the step as one, in the old way, and wait for this one's
+    part."""
 
     def __init__(
         self, group: TensorParallel | None, device: torch.device, tell_lost: Callable[[int], None] | None = None

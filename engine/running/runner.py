@@ -57,11 +57,11 @@ class ModelRunner:
         quality: QualityProbe | None = None,
         tell_lost: Callable[[int], None] | None = None,
     ) -> None:
-        """`pool` `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; the model is bound to it here.
+        """`pool`: [num_blocks, num_kv_heads, num_layers, planes, block_size, head_dim]; the model is bound to it here.
         `followers` are told of everything that is run here, before it is. `guides`: needed where tokens are drawn.
-        `media`: needed where prompts hold more than text; `adapters`: where requests may take some.
-        `counts_overflows`: each step says how many values fp8 could not hold so far. `quality` looks at steps.
-        `tell_lost`: on ranks that are led, tells rank 0 of steps for which this one had no memory."""
+        `media`: needed where prompts hold more than text; `adapters`: where requests may take some. `counts_overflows`:
+        each step says how many values fp8 could not hold so far. `quality` looks at steps. `tell_lost`: on ranks that
+        are led, tells rank 0 of steps for which this one had no memory."""
         assert pool.dim() == 6, f"not a pool: {pool.shape}"
         assert pool.shape[4] == block_size, f"not a pool of {block_size}-token blocks: {pool.shape}"
         self.model = model

@@ -28,7 +28,8 @@ class Model(DecoderLike, Protocol):
         wanted: WantedTokens | None = None,
         media: MediaInputs | None = None,
     ) -> torch.Tensor:
-        """`media` is for models that have a `media_encoder`."""
+        """Hidden states [wanted tokens, hidden size] of T tokens, of all of them where `wanted` is None. `media` is for
+        models that have a `media_encoder`."""
 
     @property
     def group(self) -> TensorParallel | None: ...
@@ -84,5 +85,5 @@ class Followers(Protocol):
     ) -> None: ...
 
     def have_lost(self, step_id: int) -> bool:
-        """Whether one had no memory for this step, which has ended, or for an earlier one."""
+        """Whether a rank had no memory for this step, which has ended, or for an earlier one."""
         ...

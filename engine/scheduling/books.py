@@ -170,7 +170,8 @@ class SchedulerState:
         self._admit_or_fail(sequences)
 
     def add_computed(self, request: Request, block_ids: Sequence[int], num_cached_tokens: int) -> bool:
-        """The same for a prompt behind which nothing has been drawn yet; False: it can't run here, and has failed."""
+        """Takes over a prompt as `add_committed` does, but one behind which nothing has been drawn yet. Returns False
+        if it can't run here, and so has failed."""
         self._take_over(request, block_ids, num_cached_tokens)
         return self._admit_or_fail([request])
 

@@ -43,9 +43,9 @@ class KVConnectorScheduler(Protocol):
     """
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Called at each step that has a slot and blocks for `request`. How many tokens beyond `num_computed_tokens`
-        will come from outside (0: none, start now), or None: not yet, leave it waiting, let others pass and ask again
-        at the next step. A source sends its KVClaim on the first call. No side effect on blocks."""
+        """How many tokens beyond `num_computed_tokens` will come from outside (0: none, start now); None: not yet,
+        leave it waiting, let others pass and ask again at the next step. Called at each step that has a slot and blocks
+        for `request`. A source sends its KVClaim on the first call. No side effect on blocks."""
 
     def is_granted(self, request: Request) -> bool:
         """Whether the sink holds blocks for `request`. Prompts that are parked here may wait for just those, so it
@@ -67,7 +67,8 @@ class KVConnectorWorker(Protocol):
     """Worker half, bound to one device pool. Also the object behind the layer hooks of tandem.kernels."""
 
     def register_kv_cache(self, pool: torch.Tensor) -> None:
-        """Once, before the first step: the pool, `[num_blocks, heads, layers, 2, block_size, head_dim]`."""
+        """Takes the pool, `[num_blocks, heads, layers, planes, block_size, head_dim]`; called once, before the first
+        step."""
 
     def start_load_kv(self, meta: StepMeta, between_layers: BetweenLayers | None) -> None:
         """Binds metadata and starts asynchronous loads; before a step that has any."""
@@ -95,12 +96,13 @@ class LowerTiers(Protocol):
     what they don't find."""
 
     def prepare(self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
-        """Called whenever `taker` could start: there are a slot and blocks for all of it. `hashes` are what it may
-        take from a cache, `hits` the blocks that the pool has of them. How many tokens after the hits are loaded under
-        its first step (0 unless `runs_alone`), or None: something is being loaded that it will find, ask again."""
+        """How many tokens after the hits are loaded under `taker`'s first step (0 unless `runs_alone`); None: something
+        is being loaded that it will find, ask again. Called whenever it could start: there are a slot and blocks for
+        all of it. `hashes` are what it may take from a cache, `hits` the blocks that the pool has of them."""
 
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """`request` starts with the next step, which loads these blocks. They are its own, and were grantable."""
+        """Hears that `request` starts with the next step, which loads these blocks. They are its own, and were
+        grantable."""
 
     def step_meta(self, step_id: int, meta: StepMeta | None) -> StepMeta | None:
         """The step's connector metadata, with its loads."""
@@ -109,10 +111,10 @@ class LowerTiers(Protocol):
         """Hears that `taker` has references of its own to what was found or loaded."""
 
     def ended(self, taker: Taker) -> None:
-        """Whether it had started or not, it needs nothing any more. Idempotent."""
+        """Hears that `taker`, whether it has started or not, needs nothing any more. Idempotent."""
 
     def flush(self) -> None:
-        """Forget whatever nobody uses."""
+        """Forgets whatever nobody uses."""
 
     def check_integrity(self) -> None: ...
 
@@ -121,9 +123,9 @@ class PromptShares(Protocol):
     """Prompts that several nodes compute, chunk by chunk. Called from the step loop only; never blocks."""
 
     def next_part(self, request: Request, room: int) -> tuple[int, int] | None:
-        """Called whenever `request`, which has help, could have a row, of about `room` tokens; it has all its blocks.
-        (begin, end) of the tokens that are to be computed here next, after those that others compute; None: not yet.
-        May find that the request goes alone."""
+        """(begin, end) of the tokens that are to be computed here next, after those that others compute; None: not yet.
+        Called whenever `request`, which has help and all its blocks, could have a row of about `room` tokens. May find
+        that the request goes alone."""
 
     def step_meta(self, step_id: int, meta: StepMeta | None) -> StepMeta | None:
         """The step's connector metadata, with chunks that leave and come."""

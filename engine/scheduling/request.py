@@ -151,7 +151,7 @@ class Request:
         self.beam_index, self.candidates = beam_index, None
 
     def begin_behind(self, parent: Request, token_id: int, beam_index: int, num_computed_tokens: int) -> None:
-        """Carries a beam that follows the parent's by this token. So many tokens of it are computed."""
+        """Carries a beam that follows the parent's by this token. `num_computed_tokens` of its tokens are computed."""
         self.output_token_ids = [*parent.output_token_ids, token_id]
         self.beam_index, self.is_aged, self.num_computed_tokens = beam_index, parent.is_aged, num_computed_tokens
 

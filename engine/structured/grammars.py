@@ -38,8 +38,8 @@ class Grammars:
         return grammar in self._kept
 
     def prepare(self, grammar: str = 'start: "a"') -> None:
-        """Compiles a grammar, so that who follows it need not. The first one loads the library and the tokenizer: for a
-        large vocabulary that keeps all Python threads of the process waiting for a second."""
+        """Compiles a grammar, so that its later users need not. The first one loads the library and the tokenizer: for
+        a large vocabulary that keeps all Python threads of the process waiting for a second."""
         with contextlib.suppress(ValueError):  # whoever brings the grammar gets the same error
             self.matcher(grammar)
 

@@ -17,8 +17,8 @@ from tandem.engine.contracts.errors import ConfigError
 
 Stored = Literal["made", "fp8", "packed", "awq", "gptq"]
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-LANE_INPUTS = 32  # of the kernels' layout of 4 bits (kernels/products/quantised_weight.py)
-MADE: Literal["made"] = "made"  # of a plain checkpoint, when it is loaded
+LANE_INPUTS = 32  # inputs that four lanes share in the kernels' layout of 4 bits (kernels/products/quantised_weight.py)
+MADE: Literal["made"] = "made"  # quantised by us when a plain checkpoint is loaded
 ELSE = (
     "use a checkpoint in bf16 (with --quantization fp8 it takes half the memory), fp8, AWQ, GPTQ or compressed-tensors"
 )
@@ -54,12 +54,14 @@ class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
         return False
 
     def leaves_out_merged(self, module: str) -> bool:
-        """The same of a product of ours: its parts in the checkpoint. Raises ConfigError when they differ."""
+        """Whether a linear layer of ours is stored as it is; of a merged one (a key of MERGED) its parts in the
+        checkpoint are. Raises ConfigError when some parts are and others are not."""
         folder, _, own = module.rpartition(".")
         return self.leaves_out_all([f"{folder}.{part}" for part in MERGED.get(own, (own,))])
 
     def leaves_out_all(self, modules: Iterable[str]) -> bool:
-        """The same of layers that are one to us. Raises ConfigError when they differ."""
+        """Whether all these layers of the checkpoint, which are one layer to us, are stored as they are. Raises
+        ConfigError when some are and others are not."""
         answers = {module: self.leaves_out(module) for module in modules}
         if len(set(answers.values())) > 1:
             listed = ", ".join(answers)
@@ -73,7 +75,8 @@ def made_fp8() -> Quantisation:
 
 
 def read_quantisation(raw: dict[str, Any]) -> Quantisation | None:
-    """What a model's config.json says; None: weights are as they are. Raises ValueError that names what isn't."""
+    """How a model's config.json says that its weights are quantised; None: they aren't. Raises ValueError that names
+    what isn't supported."""
     given = raw.get("quantization_config")
     if given is None or given == {}:
         given = raw.get("compression_config")
@@ -162,7 +165,8 @@ def _compressed_tensors(given: dict[str, Any]) -> Quantisation:
 
 
 def _group(method: str, size: Any) -> int:
-    """0 for all inputs, which formats write as -1. The kernels share lanes out over 32 inputs."""
+    """The number of inputs that share a scale; 0 for all, which formats write as -1. Raises ValueError for sizes that
+    cut apart the 32 inputs that four lanes of the kernels share."""
     if size == -1:
         return 0
     if not isinstance(size, int) or size < 1 or size % LANE_INPUTS:

@@ -64,4 +64,4 @@ class Status(Message, frozen=True, kw_only=True):
     adapters: HeldAdapters = NONE_HELD
     work: NodeReport | None = None  # of a node that orders prompts by deadlines
     leaning: Leaning = NO_LEANING
-    age_s: Seconds = 0.0  # since all this was so
+    age_s: Seconds = 0.0  # seconds since all this was so

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from functools import cache
 
-# Upper bounds in seconds, the same for all that is timed, so that who reads a status knows them; guesses.
+# Upper bounds in seconds, the same for all that is timed, so that readers of a status know them; guesses.
 BOUNDS_S = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0, float("inf"))
 
 

@@ -23,7 +23,7 @@ def encoder_input(num_positions: int, arrays: Mapping[str, npt.NDArray]) -> Medi
 
 def sequence_of(item: MediaItem, decoder_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """The token ids of a sequence: those that stand for the encoder's input, then the decoder's. Any block's hash
-    covers all of the input, since its first positions' ids do: what an encoder makes of a part hangs on the rest."""
+    covers all of the input, since its first positions' ids do: what an encoder makes of a part depends on the rest."""
     return np.concatenate((digest_ids(item.digest, item.length), decoder_ids))
 
 

@@ -39,7 +39,7 @@ class Leaning(msgspec.Struct, frozen=True, array_like=True):
     role: LeaningName = "unified"
     is_pinned: bool = False  # by an operator: demand doesn't change it
     why: Annotated[str, Meta(max_length=200)] = ""  # for people
-    for_s: Seconds = 0.0  # so long
+    for_s: Seconds = 0.0  # how long it has been so
 
 
 NO_LEANING = Leaning()

@@ -45,7 +45,8 @@ def profile_free_bytes(
 def graph_bytes(
     model: Model, layout: KVLayout, options: SchedulerOptions, max_model_len: int, device: torch.device
 ) -> int:
-    """What captured steps of another model on the device will hold; all else that its steps take, these find free."""
+    """The bytes that captured steps of another model on the device will hold. Whatever else its steps take is free when
+    they run."""
     pool = allocate_pool(layout, 1, device)
     runner = ModelRunner(model, pool, options, layout.block_size, max_model_len, ())
     runner.warmup()

@@ -28,10 +28,10 @@ class WorkReporter:
         self._steps = Trend()  # of decodes alone, by all their context
         self._prompts = Trend()  # a prompt's token, by how many are before it
         self._num_steps = 0
-        self._worked_s, self._worked_at = 0.0, 0.0  # for prompts, what is long ago forgotten; up to when
+        self._worked_s, self._worked_at = 0.0, 0.0  # seconds spent on prompts, old ones fading; as of when
 
     def observed(self, output: SchedulerOutput, num_prompt_tokens: int, seconds: float) -> None:
-        """Learns from a step that took so long. `num_prompt_tokens`: of the step's rows that are prompt work."""
+        """Learns from a step that took `seconds`, of whose rows' tokens `num_prompt_tokens` are prompt work."""
         if not isinstance(self._state.prompt_order, SlackOrder):
             return  # nobody is told
         self._num_steps += 1
@@ -52,7 +52,7 @@ class WorkReporter:
         return self._worked_s * math.exp((self._worked_at - self._state.clock.now()) / LATELY_S)
 
     def report(self) -> NodeReport | None:
-        """How it stands with the node; None: it orders prompts by arrival, and nobody is promised anything."""
+        """The report of the node's work now; None: it orders prompts by arrival, and nobody is promised anything."""
         state, order = self._state, self._state.prompt_order
         if not isinstance(order, SlackOrder):
             return None
