@@ -81,7 +81,8 @@ class Attention(nn.Module):
         self._in_full_heads: dict[tuple[int, int], Attention] = {}
 
     def keep_kv_as(self, kv_cache_dtype: str, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
-        """What the cache will be, if that was not known when the layer was made; before anything is stored."""
+        """Says in which dtype, and with which scales, the cache keeps KV, if that was not known when the layer was
+        made. To be called before anything is stored."""
         assert not self._impls, "the layer has been used"
         self.spec = replace(self.spec, kv_cache_dtype=kv_cache_dtype)
         self.k_scale, self.v_scale = k_scale, v_scale
@@ -105,9 +106,9 @@ class Attention(nn.Module):
         return self._in_full_heads[num_heads, head_size]
 
     def bind(self, kv_cache: torch.Tensor) -> None:
-        """Takes the layer's only cache, `[num_blocks, K, 2, block_size, D]`."""
+        """Takes the layer's only cache, `[num_blocks, K, planes, block_size, D]`."""
         self.kv_cache = [kv_cache]
-        self.spec.slopes_on(kv_cache.device)  # these before a graph is captured
+        self.spec.slopes_on(kv_cache.device)  # copied now, since a captured graph holds no copy from a host
         self.spec.sinks_on(kv_cache.device)
 
     @property
@@ -248,7 +249,7 @@ def metadata_backend(layers: Iterable[Attention]) -> type[AttentionBackend]:
 
 def bind_kv_cache(layers: Mapping[str, Attention], pool: torch.Tensor) -> None:
     """Gives each layer its cache: layer l, in the order of `layers`, the view `pool[:, :, l]` of a node's pool
-    `[num_blocks, K, num_layers, 2, block_size, D]`."""
+    `[num_blocks, K, num_layers, planes, block_size, D]`."""
     for index, layer in enumerate(layers.values()):
         layer.bind(pool[:, :, index])
 

@@ -217,7 +217,7 @@ class PagedImpl(AttentionImpl):
         return self._attend_cross(query, kv, meta.cross_rows())
 
     def _attend_both_ways(self, new: Prefill) -> torch.Tensor:
-        """[T, H, D]: each row over all its own tokens."""
+        """Each row attends over all its own tokens -> [T, H, D]."""
         raise UnsupportedOptionError("attn_type", "encoders need the triton or the native backend")
 
     def _attend_cross(self, query: torch.Tensor, kv: PagedKV, rows: RowBatch) -> torch.Tensor:

@@ -53,7 +53,7 @@ class Heads(NamedTuple):
         return Heads(self.key_HNL[heads], self.value_HVL[heads])
 
     def keys_and_values(self, row_MR: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[M, H, W] each, zeros where one is narrower."""
+        """Keys and values, [M, H, W] each, of M rows of the cache; zeros at the end of the narrower ones."""
         num_heads, key_width, latent_width = self.key_HNL.shape
         latent_ML, rotated_MP = row_MR.split((latent_width, row_MR.shape[1] - latent_width), dim=1)
         made = []
@@ -145,7 +145,8 @@ def _in_full_heads(
 
 
 def _earlier(rows: RowBatch, block_size: int) -> _Earlier:
-    """Found once a step. Blocks are counted whole: what their last one has of new tokens is made, and not looked at."""
+    """Where the rows' earlier tokens lie; found once a step. Whole blocks are counted: keys and values of new tokens in
+    the last block are made, too, and never looked at."""
     if "earlier" not in rows.scratch:
         earlier = [total - new for new, total in zip(rows.query_lens_cpu, rows.seq_lens_cpu, strict=True)]
         counts = [-(-length // block_size) for length in earlier]

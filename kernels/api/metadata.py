@@ -92,7 +92,8 @@ class AttentionMetadata:
         return self._rows("all", 0, self.num_rows)
 
     def encoder_rows(self, by_encoder_lens: bool) -> RowBatch:
-        """Every row with its new tokens alone, whose number `encoder_seq_lens` says if there are any and if asked."""
+        """Every row with its new tokens alone. `by_encoder_lens`: their numbers are those of `encoder_seq_lens`, where
+        those are set."""
         lengths = self.encoder_seq_lens_cpu if by_encoder_lens and self.encoder_seq_lens_cpu else self.query_lens_cpu
         if ("encoder", lengths) not in self.scratch:
             device = self.query_start_loc.device

@@ -119,7 +119,7 @@ class AttentionSpec:
 
     @property
     def reach(self) -> Reach:
-        """What a kernel is told of window or chunk; of both none can be told."""
+        """The window or the chunk as kernels take it; a layer may have only one of the two."""
         assert self.sliding_window is None or self.attention_chunk is None
         if self.attention_chunk is not None:
             return Reach(2, self.attention_chunk)
@@ -134,7 +134,7 @@ class AttentionSpec:
         return self._copy_on("alibi_slopes", self.alibi_slopes, device)
 
     def sinks_on(self, device: torch.device) -> torch.Tensor | None:
-        """Sinks as `slopes_on` has slopes."""
+        """Sinks as float32 [num_heads] on `device`, copied once like `slopes_on`'s slopes; None: the layer has none."""
         return self._copy_on("sinks", self.sinks, device)
 
     def _copy_on(self, name: str, values: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:

@@ -44,7 +44,7 @@ def bias_of(
 
 
 def sinks_of(spec: AttentionSpec, device: torch.device, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """float32, in the shape that meets the scores."""
+    """The layer's sinks, float32, in `shape`, which broadcasts to that of the scores; None: it has none."""
     sinks = spec.sinks_on(device)
     return None if sinks is None else sinks.reshape(shape)
 
@@ -84,7 +84,8 @@ def attend(
     else:
         weights = scores.softmax(-1)
     if allowed is not None:
-        weights = weights.masked_fill(~allowed.any(-1, keepdim=True), 0.0)  # who sees no key: zeros, as torch has it
+        # Queries that see no key give zeros, as in torch.
+        weights = weights.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
     return (weights @ value.to(wide)).to(query.dtype)
 
 

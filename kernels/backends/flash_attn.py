@@ -110,7 +110,8 @@ def _options(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def _paged(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec) -> torch.Tensor:
-    """All keys through the block table; the new tokens' are already stored. Caches go in as [blocks, S, K, D] views."""
+    """Attends over all keys through the block table; those of new tokens are already stored. Caches go in as views
+    [blocks, S, K, D]."""
     return version_3.flash_attn_with_kvcache(
         query,
         kv.key_cache.transpose(1, 2),

@@ -16,7 +16,7 @@ GROUP_TOKENS = 1 << 14  # padded tokens of decode rows gathered at once: more on
 
 
 def write_to_cache(key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
-    """key/value [T, K, D] to slots [T]; negative slots are skipped (finding them waits for the device)."""
+    """Stores key/value [T, K, D] at slots [T]; negative slots are skipped (finding them waits for the device)."""
     slots = slot_mapping.reshape(-1).long()
     keep = slots >= 0
     if not bool(keep.all()):

@@ -48,7 +48,7 @@ def general_ops(query: torch.Tensor, kv: PagedKV | None, spec: AttentionSpec) ->
 
 
 def common_refusal(device: torch.device, dtype: torch.dtype, head_size: int, options: AttentionSpec) -> str | None:
-    """What no prompt-only kernel here can do."""
+    """Why no prompt-only kernel here can serve such a layer, or None."""
     return refuse(
         (device.type != "cuda", f"device {device.type}: needs cuda"),
         (dtype not in (torch.float16, torch.bfloat16), f"dtype {dtype}: needs float16 or bfloat16"),

@@ -89,7 +89,7 @@ def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec
 def _decode_latents(
     query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec, latent_size: int
 ) -> torch.Tensor:
-    """[N, H, latent_size]."""
+    """Attends over latents -> [N, H, latent_size]."""
     constants = latent_constants(
         query.dtype, spec.num_heads, latent_size, spec.head_size - latent_size, kv.block_size,
         shared_bytes_of(query.device),

@@ -1,7 +1,7 @@
 """Whole-block operations on a node's pool: copy-on-write of tails, swaps with host memory, gather and scatter.
 
-pool: [num_blocks, heads, layers, 2, block_size, head_dim]; a block is one contiguous run, the stride between blocks may
-be longer. All operations are enqueued on the current stream and never wait for a GPU.
+pool: [num_blocks, heads, layers, planes, block_size, head_dim]; a block is one contiguous run, the stride between
+blocks may be longer. All operations are enqueued on the current stream and never wait for a GPU.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def swap_blocks(
     """Copies block `pairs[i][0]` of pool `source` to block `pairs[i][1]` of pool `target`: from a GPU to pinned host
     memory, back, or within a device. `layers` (None: all) of the first `num_tokens[i]` (None: all) slots.
 
-    Whole blocks go through the copy engines, beside all computation. A host pool must be pinned; who reads or reuses
-    what was written or read here waits for an event recorded after this. Raises ValueError for pools that differ in
-    more than their number of blocks and its stride, ids out of range, targets that repeat, or host memory not pinned.
+    Whole blocks go through the copy engines, beside all computation. A host pool must be pinned; whoever reads or
+    reuses what was written or read here waits for an event recorded after this. Raises ValueError for pools that differ
+    in more than their number of blocks and its stride, ids out of range, targets that repeat, or host memory not
+    pinned.
     """
     block_size, num_layers = source.shape[4], source.shape[2]
     chosen = range(num_layers) if layers is None else layers
@@ -77,7 +78,8 @@ def swap_blocks(
 def gather_blocks(
     pool: torch.Tensor, block_ids: Sequence[int] | torch.Tensor, layer: int | None = None
 ) -> torch.Tensor:
-    """Contiguous copy of the blocks [n, heads, layers, 2, block_size, head_dim], or of one layer, without that axis."""
+    """Contiguous copy of the blocks, [n, heads, layers, planes, block_size, head_dim]; of one `layer` without that
+    axis."""
     ids = torch.as_tensor(block_ids, dtype=torch.long, device=pool.device)
     if not (pool.is_cuda and _has_triton()) or why_not_words(pool):
         return _selected(as_bytes(pool), layer).index_select(0, ids).view(pool.dtype)

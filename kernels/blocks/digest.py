@@ -32,12 +32,13 @@ def block_digests(
     *,
     positions: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Digests of `block_ids` in `pool` [num_blocks, heads, layers, 2, block_size, head_dim], over all heads and layers.
+    """Digests of `block_ids` in `pool` [num_blocks, heads, layers, planes, block_size, head_dim], over all of each
+    block.
 
     `key`: any u64, equal on both sides, new for each (request, attempt). Of the last block of the list only the first
     `num_valid_last` token slots count. `positions[i]` is what block i mixes in as its place in the whole list (default
     0, 1, …), for digests of a part of it. Returns int64 [n] on the pool's device; nothing waits for the device. Raises
-    ValueError for an impossible `num_valid_last`. Who wants them on the host, soon: digest_pass.py.
+    ValueError for an impossible `num_valid_last`. Callers that want the digests on the host soon use digest_pass.py.
     """
     if not 1 <= num_valid_last <= block_size or pool.shape[-2] != block_size:
         raise ValueError(f"num_valid_last {num_valid_last} of block_size {block_size}, the pool has {pool.shape[-2]}")
@@ -71,7 +72,7 @@ def digests_of_sums(
 
 
 def multilinear_sums(pool: torch.Tensor, block_ids: Sequence[int], key: int, num_valid: Sequence[int]) -> torch.Tensor:
-    """int64 [n] on the pool's device: of the first `num_valid[i]` slots of each block."""
+    """Multilinear sums of the first `num_valid[i]` slots of each block, int64 [n] on the pool's device."""
     runs = BlockRuns.of(pool) if pool.device.type != "cpu" else None
     if runs is not None:
         job = torch.from_numpy(runs.job(block_ids, key, num_valid)).to(pool.device, non_blocking=True)
@@ -112,7 +113,7 @@ class BlockRuns:
         return np.concatenate((nothing, block_ids, taken, segment_keys(key, self.words_NW.shape[1]).ravel()))
 
     def enqueue(self, job: torch.Tensor, num_blocks: int) -> None:
-        """`job`, on the device. Its leading `num_blocks` numbers become the sums."""
+        """Enqueues the sums that `job`, on the device, asks for. Its leading `num_blocks` numbers become them."""
         from tandem.kernels.triton_kernels.blocks.digest import add_block_sums
 
         add_block_sums(self.words_NW, job, num_blocks, self.run_words, _multiplier_table(job.device))
@@ -140,8 +141,8 @@ class BlockSums:
         return cls(key, sums, keys, _multiplier_table(pool.device))
 
     def add_layers(self, pool_NHLPBD: torch.Tensor, listed_4N: torch.Tensor, layers: range | None) -> None:
-        """What something else moves: `layers` (None: all) of whole blocks of a CUDA pool that `why_not_words` has
-        nothing against, listed as for `move_blocks`. On the current stream."""
+        """Adds sums of what something else moves: `layers` (None: all) of whole blocks of a CUDA pool that
+        `why_not_words` has nothing against, listed as for `move_blocks`. Enqueued on the current stream."""
         from tandem.kernels.triton_kernels.blocks.digest import add_layer_sums
 
         raw = pool_NHLPBD.view(torch.uint8) if pool_NHLPBD.element_size() == 1 else pool_NHLPBD

@@ -15,8 +15,8 @@ import torch
 
 from tandem.kernels.blocks.digest import BlockRuns, multilinear_sums
 
-WARM_BUFFERS = 4  # a guess
-LEAST_WORDS = 1 << 12  # of a buffer: enough for a prompt of 64k tokens
+WARM_BUFFERS = 4  # passes that run at once; a guess
+LEAST_WORDS = 1 << 12  # int64 of a buffer: enough for a prompt of 64k tokens
 
 
 class SumPass(Protocol):

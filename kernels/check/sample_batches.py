@@ -15,8 +15,8 @@ from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.blocks.quantization import FP8_DTYPE
 from tandem.kernels.reference import paged
 
-NUM_LAYERS = 2  # of the pool, of which one is read: what lies beside it must not be
-LAYER = 1  # the one
+NUM_LAYERS = 2  # of the pool; one is read, and what lies beside it must not be
+LAYER = 1  # the one that is read
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ def random_batch(
 
 
 def share_prefix(batch: PagedBatch, rows: Sequence[int], num_blocks: int) -> None:
-    """Makes the rows begin with the first row's first `num_blocks` blocks; their own of before hold NaN."""
+    """Makes the rows begin with the first row's first `num_blocks` blocks; the blocks that they had there hold NaN."""
     shared = batch.block_tables[rows[0]][:num_blocks]
     for row in rows[1:]:
         batch.pool[batch.block_tables[row][:num_blocks]] = torch.full((), float("nan")).to(batch.pool)

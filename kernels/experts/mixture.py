@@ -36,9 +36,9 @@ def mixture(
     clamp: Clamp | None = None,
     num_experts: int | None = None,
 ) -> torch.Tensor:
-    """[T, E] of x's type. `ids_Tk` int32, `weights_Tk` fp32: each token's experts and what they count. Matrices are
-    [X, 2 F, E], gate's outputs before up's, and [X, E, F]. NOT_HERE among the ids adds nothing; `num_experts` is then
-    how many there are, here and elsewhere. `clamp`: the gate isn't SiLU."""
+    """[T, E] of x's type. `ids_Tk` int32 and `weights_Tk` fp32: each token's experts, and how much each of them counts.
+    Matrices are [X, 2 F, E], gate's outputs before up's, and [X, E, F]. NOT_HERE among the ids adds nothing;
+    `num_experts` is then how many there are, here and elsewhere. `clamp`: GPT-OSS's gate in place of SiLU."""
     if not serves(x_TE, ids_Tk, gate_up_XGE, down_XEF, clamp):
         return twins.mixture(x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF, clamp=clamp)
     plan = choose_plan(len(x_TE), _sizes(x_TE, ids_Tk, down_XEF, clamp), num_experts)
@@ -123,7 +123,8 @@ def _are_aligned(*tensors: torch.Tensor) -> bool:
 
 @functools.cache
 def _are_right(sizes: MixtureSizes, dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device) -> bool:
-    """Every plan is tried with some rows on a few experts, of which one is chosen by none; some pairs' aren't here."""
+    """Whether every plan computes what the twin does. Each is tried with some rows on a few experts, of which one is
+    chosen by none; the experts of some pairs aren't here."""
     plans = every_plan(sizes)
     if not plans or choose_plan(1 << 20, sizes) is None:
         return False

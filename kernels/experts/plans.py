@@ -132,7 +132,7 @@ def few_plan(sizes: MixtureSizes) -> MixturePlan | None:
 
 
 def _few(num_outputs: int, num_inputs: int, tile_n: int, most_inputs: int, group: int) -> FewPlan | None:
-    """A tile has whole groups, or lies in one."""
+    """The plan of a product of few rows; None: no tile fits. A tile has whole groups of inputs, or lies in one."""
     tiles = tuple(tile for tile in (2048, 1024, 512, 256, 128, 64, 32) if tile <= most_inputs)
     tile_k = _largest(num_inputs, tuple(tile for tile in tiles if not group or tile % group == 0 or group % tile == 0))
     if not tile_k or num_outputs % tile_n or (group and num_inputs % group):
@@ -153,8 +153,9 @@ def grouped_plan(tile_m: int, sizes: MixtureSizes) -> MixturePlan | None:
 def _grouped(
     tile_m: int, num_outputs: int, num_inputs: int, sizes: MixtureSizes, *, is_gated: bool
 ) -> GroupedPlan | None:
-    """Tiles of many rows have as many outputs as registers hold sums; of few, as many as a ring of loads takes. Groups'
-    products are sums of their own before they are scaled."""
+    """The plan of a product by the tensor cores; None: no tile fits. Tiles of many rows have as many outputs as
+    registers hold sums; of few, as many as a ring of loads takes. Groups' products are sums of their own before they
+    are scaled."""
     is_wide, group, element_bytes = tile_m == TILES_M[-1], sizes.group, sizes.element_bytes
     has_scaled_steps = bool(inputs_of_a_scale(group, sizes.bits, num_inputs))
     fits = (is_wide and not has_scaled_steps) or not is_gated

@@ -28,7 +28,8 @@ def route(
 
 
 def _is_served(logits_TX: torch.Tensor, routing: Routing) -> bool:
-    """Groups are rows of a matrix in the kernel: their number and size must be powers of two."""
+    """Whether the kernel serves these logits. In it groups are rows of a matrix: their number and size must be powers
+    of two."""
     num_experts = logits_TX.shape[1]
     whole = num_experts & (num_experts - 1) == 0 and routing.groups & (routing.groups - 1) == 0
     return logits_TX.stride(1) == 1 and (routing.groups == 1 or whole)

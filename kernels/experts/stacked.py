@@ -12,7 +12,7 @@ import torch
 from tandem.kernels.products.quantised_weight import FP8, QuantisedWeight, packed, unpacked
 
 MX_GROUP = 32  # inputs that share an exponent (OCP Microscaling Formats 1.0)
-MOST_EXPONENT = 128  # of a scale, by 127 too large: kernels know scales up to 2
+MOST_EXPONENT = 128  # of a scale, stored with a bias of 127: kernels know scales up to 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,8 +63,8 @@ class StackedWeight:
 
 
 def e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """What uint8 of a sign, two bits of an exponent and one of a mantissa stand for, in fp32. No table, which graphs
-    could not bring from the host."""
+    """The fp32 values of uint8 codes, each of a sign, two bits of exponent and one of mantissa. Without a table, which
+    graphs could not bring from the host."""
     exponent, half = codes >> 1 & 3, codes & 1
     halves = torch.where(exponent == 0, half, (2 + half) << (exponent.clamp(min=1) - 1)).float()
     return torch.where(codes & 8 != 0, -halves, halves) / 2

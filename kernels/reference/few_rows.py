@@ -21,14 +21,14 @@ def normed(x_RE: torch.Tensor, gain_E: torch.Tensor, eps: float) -> torch.Tensor
 
 
 def norm_linear(x_RE: torch.Tensor, gain_E: torch.Tensor, eps: float, weight_NE: torch.Tensor) -> torch.Tensor:
-    """[R, N]."""
+    """The product of the normalised rows with each row of the weight, [R, N]."""
     return normed(x_RE, gain_E, eps) @ weight_NE.double().t()
 
 
 def norm_linear_silu_mul(
     x_RE: torch.Tensor, gain_E: torch.Tensor, eps: float, gate_up_GE: torch.Tensor
 ) -> torch.Tensor:
-    """[R, G / 2] for gate over up."""
+    """silu(gate) * up of the normalised rows, [R, G / 2]; `gate_up_GE` has gate's rows, then up's."""
     gate, up = norm_linear(x_RE, gain_E, eps, gate_up_GE).chunk(2, 1)
     return functional.silu(gate) * up
 

@@ -74,7 +74,7 @@ def _sample_eagerly(
     output_index_R: torch.Tensor,
     filtered: bool,
 ) -> torch.Tensor:
-    """The same with a sort, fp32 logits."""
+    """What `sample_tokens` does, with a sort and fp32 logits."""
     greedy_R = logits_RV.argmax(dim=-1)
     is_drawn_R = temperature_R > 0
     if logits_RV.device.type == "cpu":
@@ -98,7 +98,7 @@ def _keep(
     min_p_M: torch.Tensor,
 ) -> torch.Tensor:
     """`scaled_MV`, -inf where top_k (0: all), top_p or min_p ban the token. Sums run in float64 so that the kept set
-    doesn't hang on the order of additions."""
+    doesn't depend on the order of additions."""
     order_MV = logits_MV.argsort(dim=-1, descending=True, stable=True)
     place_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
     dropped_MV = (place_V >= top_k_M[:, None]) & (top_k_M > 0)[:, None]

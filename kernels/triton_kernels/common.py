@@ -151,7 +151,7 @@ def padded_head_size(head_size: int) -> int:
 
 
 def check_cache(key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads: int, head_size: int) -> None:
-    """[num_blocks, K, S, D] each, equal strides, contiguous D."""
+    """Raises ValueError unless both caches are [num_blocks, K, S, D] with equal strides and contiguous D."""
     if key_cache.shape != value_cache.shape or key_cache.stride() != value_cache.stride():
         raise ValueError(f"key and value cache differ: {tuple(key_cache.shape)}, {tuple(value_cache.shape)}")
     if key_cache.dim() != 4 or key_cache.shape[1] != num_kv_heads or key_cache.shape[3] != head_size:
@@ -161,7 +161,7 @@ def check_cache(key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads
 
 
 def check_tokens(name: str, tensor: torch.Tensor, num_heads: int, head_size: int) -> None:
-    """[tokens, heads, head_size] with contiguous head_size."""
+    """Raises ValueError unless the tensor is [tokens, heads, head_size] with contiguous head_size."""
     if tensor.dim() != 3 or tensor.shape[1:] != (num_heads, head_size):
         raise ValueError(f"{name} is {tuple(tensor.shape)}, expected [tokens, {num_heads}, {head_size}]")
     if tensor.stride(2) != 1:

@@ -40,7 +40,7 @@ def store_part(
 
 @triton.jit
 def merge_two(peak, total, accumulator, other_peak, other_total, other_accumulator):
-    """The part over the keys of both."""
+    """The part over the keys of both parts."""
     new_peak = tl.maximum(peak, other_peak)
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     decay = tl.exp2(peak - base)

@@ -177,7 +177,8 @@ def sample_triton(
     tokens_R: torch.Tensor,
     filtered: bool,
 ) -> None:
-    """See kernels/sampling/sampling.py. Without `filtered` the row limits are not looked for, whatever the rows ask."""
+    """Does what kernels/sampling/sampling.py says. Without `filtered` the rows' limits are not looked for, whatever the
+    rows ask."""
     num_rows, size = logits_RV.shape
     device = logits_RV.device
     num_splits = max(1, min(MAX_SPLITS, 1024 // num_rows, triton.cdiv(size, PARTS_BLOCK)))

@@ -103,7 +103,7 @@ def _least(logits, listed, num_listed, size, GROUP: tl.constexpr, GROUPS: tl.con
 
 @triton.jit
 def _weight_kept(logits, listed, num_listed, size, cut, kept, peak, scale, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """float64: of the logits above `cut` and of up to `kept` of those at it."""
+    """The weight, float64, of the logits above `cut` and of up to `kept` of those equal to it."""
     total = tl.zeros([GROUPS, GROUP], tl.float32)
     equal = tl.zeros([GROUPS, GROUP], tl.int32)
     for start in range(0, num_listed, GROUPS):

@@ -35,7 +35,7 @@ def ban_tokens_kernel(
 
 
 def ban_tokens_triton(logits_NV: torch.Tensor, row_M: torch.Tensor, mask_MW: torch.Tensor) -> None:
-    """See tandem.kernels.sampling.token_masks."""
+    """The Triton twin of `ban_tokens` (kernels/sampling/token_masks.py)."""
     size = logits_NV.shape[1]
     ban_tokens_kernel[(len(row_M), triton.cdiv(size, MASK_BLOCK))](
         logits_NV, row_M, mask_MW, logits_NV.stride(0), size, mask_MW.shape[1],
