@@ -116,7 +116,7 @@ class RedisServers:
     `io_timeout_s`."""
 
     def __init__(self, url: str, io_timeout_s: float) -> None:
-        """Raises ConfigError."""
+        """Makes clients that connect when they are used. Raises ConfigError for a `url` that can't be read."""
         self._address = address = parse_redis_url(url)
         self._options = {"socket_timeout": io_timeout_s, "socket_connect_timeout": io_timeout_s, **address.options}
         self._options["retry"] = Retry(NoBackoff(), 0)
@@ -159,7 +159,7 @@ class AsyncRedisServers:
     """Redis clients for one event loop."""
 
     def __init__(self, url: str, io_timeout_s: float) -> None:
-        """Raises ConfigError."""
+        """Makes clients that connect when they are used. Raises ConfigError for a `url` that can't be read."""
         self._address = address = parse_redis_url(url)
         timeouts = {"socket_timeout": io_timeout_s, "socket_connect_timeout": io_timeout_s}
         self._options: dict[str, Any] = {"health_check_interval": 10, **timeouts, **address.options}

@@ -33,8 +33,8 @@ OUTGROWN = "it grew faster than it was pushed"
 ENDED = "it has ended"
 OTHER_LAYOUT = "the blocks of the two nodes are laid out differently"
 
-# Reasons for which another attempt would fail too. A cancel is none: who cancels tells the router why, unless it was
-# the router, and that word must win over this node's, which may come first.
+# Reasons for which another attempt would fail too. A cancel is none: whoever cancels tells the router why, unless it
+# was the router, and that word must win over this node's, which may come first.
 _FINAL = frozenset({DEADLINE, TOO_LARGE})
 
 

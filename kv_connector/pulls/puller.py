@@ -136,7 +136,8 @@ class Puller:
             self._give_up(pull)
 
     def on_tick(self, now: float) -> None:
-        """The end of a pull that lasts too long comes from the sink."""
+        """Asks again the peers that should have answered by now. The end of a pull that lasts too long comes from the
+        sink."""
         self._now = now
         for pull in self._by_key.values():
             if now >= pull.resend_at and pull.hint.peer.key in self._connected and self._sink.is_unanswered(pull.key):

@@ -67,7 +67,7 @@ class Share:
 
     def next_part(self) -> tuple[int, int] | None:
         """(begin, end) of the tokens that are to be computed here next; None: something before them has not begun to
-        come. So whoever waits, on its device, waits for steps that run already, and nobody for each other."""
+        come. So devices wait only for steps that run already, and never for each other."""
         index, at = self.table.next_of(self.place, self.position), self.table.chunk_at(self.position)
         if not all(self.coming[before].has_begun for before in range(at, index)):
             return None

@@ -165,7 +165,7 @@ class SharedPrompts:
         self._invitations.peer_connected(info, self._shares.values(), self._now)
 
     def peer_lost(self, peer: NodeKey) -> None:
-        """What came from it, or went there, ends by itself."""
+        """Forgets invitations to a peer that is gone. The hand-offs from it and to it end by themselves."""
         self._invitations.peer_lost(peer)
 
     def on_tick(self, now: float) -> None:
@@ -223,7 +223,7 @@ class SharedPrompts:
         return share
 
     def _open(self, share: Share) -> None:
-        """Expects the chunks that come. Who has the prompt grants nothing until all helpers have agreed."""
+        """Expects the chunks that come. The node that has the prompt grants nothing until all helpers have agreed."""
         self._shares[share.name] = self._by_request[share.request] = share
         for index in share.table.needed_at(share.place):
             key, peer = share.key(index, share.place), share.nodes[share.table.place_of(index)]
@@ -301,8 +301,8 @@ class SharedPrompts:
             self._close(share)
 
     def _fail(self, share: Share) -> None:
-        """Ends a share of which something will not come, or not go. Who has the prompt computes it alone, unless a
-        helper may be writing into its blocks."""
+        """Ends a share of which something will not come, or not go. The node that has the prompt computes it alone,
+        unless a helper may be writing into its blocks."""
         is_sound = share.has_come or not share.is_engaged
         self._close(share)
         if share.is_gone:

@@ -64,7 +64,7 @@ class HostBlocks(ABC):
     @staticmethod
     @abstractmethod
     def slot_bytes(pool: torch.Tensor) -> int:
-        """Bytes of one block of `pool` [num_blocks, heads, layers, 2, block_size, head_dim]."""
+        """Bytes of one block of `pool` [num_blocks, heads, layers, planes, block_size, head_dim]."""
 
     @abstractmethod
     def store(self, pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:

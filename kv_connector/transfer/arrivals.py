@@ -44,7 +44,7 @@ class Arriving:
 
     @property
     def deadline(self) -> float:
-        """That of the first step that waits; 0.0: none does."""
+        """The deadline (monotonic seconds) of the first step that waits; 0.0: none waits."""
         return min((deadline for deadline, _ in self._waits.values()), default=0.0)
 
     def let_go(self, num_all: int) -> bool:
