@@ -111,15 +111,16 @@ class DecodeNode(ServingNode):
         )
 
     def _repeat(self, entry: AcceptedRequest, continuation: Continuation) -> None:
-        """Tells the router what the source may not have told it before its end. The source alone has
-        log-probabilities."""
+        """Sends the router the tokens that the source may not have sent before its end. Not where log-probabilities
+        were asked for, which the source alone has."""
         request = entry.request
         if continuation.token_ids and request.prompt.sampling.num_logprobs is None:
             (sample,) = request.sample_indices
             self.book.repeat(entry, sample, request.prompt.num_prior_output_tokens, continuation.token_ids)
 
     def _close_samples(self, entry: AcceptedRequest, first_tokens: Sequence[FirstToken]) -> list[FirstToken]:
-        """Samples that ended with their first token, and those cancelled meanwhile, don't go on here."""
+        """Closes samples that ended with their first token. Returns all first tokens, those as finished whose sample
+        does not go on here, since it ended or was cancelled meanwhile."""
         entry.close(token.sample_index for token in first_tokens if token.finished)
         return [
             FirstToken(t.sample_index, t.token_id, t.finished or t.sample_index not in entry.open_samples)

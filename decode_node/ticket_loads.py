@@ -14,8 +14,8 @@ from tandem.engine.scheduling.ports import LowerTiers
 from tandem.engine.scheduling.request import Request
 from tandem.node.requests import AcceptedRequest
 
-# The longest that a ticket waits for a load. Its source may be done with the prompt soon; and two tickets that wait for
-# blocks which the other holds end their wait so.
+# The longest that a ticket waits for a load. Its source may be done with the prompt soon; and so two tickets that each
+# wait for blocks which the other holds end their wait.
 PATIENCE_S = 0.3  # a guess
 
 

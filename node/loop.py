@@ -90,13 +90,13 @@ class NodeLoop:
         counters: Callable[[], dict[str, float]] = dict,
         beside: EngineCore | None = None,
     ) -> None:
-        """`inbox`: whatever happens; any thread puts it there. `board`: where other threads look. `handlers`: who takes
-        events of that type, in place of the logic. `is_urgent`: which events are served while two launched steps are
-        unread; None: that is not looked for. Events keep their order: one that is not urgent holds up those behind it.
-        `launch_at`: until when the next step need not be decided while one runs; the later it is, the more is known of
-        what waits. `times`: is told what the loop does. `ends_at`: when the running step is expected to end.
-        `counters`: of the process around the logic, for its status. `beside`: a second engine for few requests,
-        which has a step after each of the first one's."""
+        """`inbox`: events from any thread. `board`: where other threads look. `handlers`: by an event's type, what
+        takes it in place of the logic. `is_urgent`: which events are served while two launched steps are unread; None:
+        that is not looked for. Events keep their order: one that is not urgent holds up those behind it. `launch_at`:
+        until when the next step need not be decided while one runs; the later it is, the more is known of what waits.
+        `times`: is told what the loop does. `ends_at`: when the running step is expected to end. `counters`: those of
+        the process around the logic, for its status. `beside`: a second engine for few requests, which has a step after
+        each of the first one's."""
         self._logic = logic
         self._core = core
         self._inbox = inbox
@@ -161,7 +161,7 @@ class NodeLoop:
         return self._core.inflight
 
     def _step_beside(self) -> bool:
-        """A whole step of the engine beside. Returns whether there was one."""
+        """Does a whole step of the engine beside. Returns whether there was one."""
         if self._beside is None or not self._beside.has_work():
             return False
         self._logic.on_engine_events(self._beside.step())

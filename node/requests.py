@@ -83,7 +83,7 @@ class RequestBook:
     # --- requests in ----------------------------------------------------------------------------------------
 
     def older_attempts(self, submit: Submit) -> list[AcceptedRequest]:
-        """Live ones of the same request."""
+        """The live attempts of the same request with lower numbers than the Submit's, in order."""
         older = sorted(each for each in self._attempts.get(submit.request_id, ()) if each < submit.attempt)
         return [self.entries[AttemptKey(submit.request_id, attempt)] for attempt in older]
 

@@ -67,14 +67,14 @@ def choose_device(options: NodeOptions) -> torch.device:
 
 
 def with_device_defaults(options: NodeOptions, device: torch.device) -> NodeOptions:
-    """The same options with the step's budgets chosen where they were left to us (0)."""
+    """The same options with a choice for each budget of steps that was left to the node (0)."""
     given, on_gpu, decodes = options.scheduler, device.type == "cuda", options.role == "decode"
     prompt_budget = 256 if decodes else 0
     itl_max_ms = given.itl_max_ms
     if decodes and measures_steps(options, device) and not given.tpot_target_ms:
         itl_max_ms = itl_max_ms or DECODE_ITL_MAX_MS
     if itl_max_ms or given.tpot_target_ms:
-        prompt_budget = 0
+        prompt_budget = 0  # steps are bounded by their time instead
     cuts_prompts = options.role == "prefill" or given.tpot_target_ms
     scheduler = replace(
         given,
@@ -97,7 +97,8 @@ def load(
     membership: Membership | None = None,
     on_loaded: Callable[[float], None] | None = None,
 ) -> LoadedModel:
-    """Checks the folder first, so that a bad one fails before anything slow happens. Raises ConfigError.
+    """The model that `options` name, on its device. The folder is checked first, so that a bad one fails before
+    anything slow happens. Raises ConfigError.
 
     With a membership: this rank's share of the model, after all ranks have met. `on_loaded` is told how much of the
     weights is there, of 1.

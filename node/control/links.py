@@ -51,13 +51,14 @@ class ControlLinks:
             self._inbound[link.identity] = link
 
     def note_inbound(self, link: Peer, identity: bytes) -> None:
-        """A peer that this node connects to has connected as well, or one that had connected does so anew."""
+        """Notes that a peer to which this node connects has connected as well, or that one which had connected does so
+        anew."""
         self._inbound.pop(link.identity, None)
         link.identity = identity
         self._inbound[identity] = link
 
     def remove(self, key: NodeKey) -> Peer | None:
-        """Closes what belongs to it; None when there is no such peer."""
+        """Removes a peer and closes what belongs to it; returns None when there is no such peer."""
         link = self._by_key.pop(key, None)
         if link is None:
             return None

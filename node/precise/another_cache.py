@@ -36,7 +36,7 @@ class OverAnotherCache:
         return self._model(input_ids, positions, wanted)
 
     def compile_forward(self) -> None:
-        """Nothing: what the given model is compiled to is called here, too."""
+        """Does nothing: what the given model is compiled to is called here, too."""
 
     @property
     def vocab_size(self) -> int:

@@ -37,7 +37,7 @@ class PreciseKV:
 
 def raises_precision(loaded: LoadedModel, options: NodeOptions) -> bool:
     """Whether requests that overflow this node's pool end here, to be served with more precise KV. Raises ConfigError
-    for what such KV can't be kept of."""
+    for options and models beside which there is no such KV."""
     if not options.cache.precise_kv_tokens or getattr(torch, loaded.layout.group.dtype) != FP8_DTYPE:
         return False
     for reason, is_so in (
@@ -51,8 +51,8 @@ def raises_precision(loaded: LoadedModel, options: NodeOptions) -> bool:
 
 
 def precise_layout(loaded: LoadedModel, options: NodeOptions) -> tuple[KVLayout, int]:
-    """The layout of the precise pool, and its number of blocks; 0: the node has none. Prefill nodes have none: who
-    overflows there is served whole by a decode node."""
+    """The layout of the precise pool, and its number of blocks; 0: the node has none. Prefill nodes have none: requests
+    that overflow there are served whole by a decode node."""
     block_size = options.cache.block_size
     layout = make_layout(loaded.config, block_size, loaded.dtype)
     if options.role == "prefill" or not raises_precision(loaded, options):
@@ -62,7 +62,8 @@ def precise_layout(loaded: LoadedModel, options: NodeOptions) -> tuple[KVLayout,
 
 
 def make_precise_kv(loaded: LoadedModel, options: NodeOptions, grammars: Grammars) -> PreciseKV | None:
-    """None: the node has no such pool. Raises ConfigError when there is no memory for it."""
+    """Makes the engine beside; None: the node has no precise pool. Raises ConfigError when there is no memory for
+    one."""
     layout, num_blocks = precise_layout(loaded, options)
     if not num_blocks:
         return None

@@ -40,7 +40,8 @@ class NodeDiary:
             self.trace.message(way, message)
 
     def _make_turn_times(self, options: NodeOptions) -> TurnTimes:
-        """No step of a prefill node is slow: nobody waits for one more than for another."""
+        """Makes the accounts of turns. No step of a prefill node counts as slow: nobody waits for one more than for
+        another."""
         scheduler = options.scheduler
         longest_ms = scheduler.itl_max_ms or scheduler.tpot_target_ms or DECODE_ITL_MAX_MS
         slow_s = math.inf if options.role == "prefill" else (longest_ms + SLOW_STEP_MS) / 1e3

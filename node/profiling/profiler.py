@@ -156,7 +156,7 @@ class NodeProfiler:
         self._post(ReportMade(Profiled(ask="", error=f"the report can't be made: {error}")))
 
     def _answer(self, made: Profiled) -> None:
-        """Sends the report to who waits for it, once."""
+        """Sends the report to each router that waits for it, once."""
         for sender, ask in self._asked_by:
             self._send(sender, Profiled(ask=ask, error=made.error, report=made.report, trace=made.trace))
         self._asked_by.clear()

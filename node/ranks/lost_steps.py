@@ -13,7 +13,7 @@ NUMBER = struct.Struct("<q")
 
 
 def write_lost(fd: int, step_id: int) -> None:
-    """Raises OSError when rank 0 is gone."""
+    """Tells rank 0 that this rank had no memory for a step. Raises OSError when rank 0 is gone."""
     os.write(fd, NUMBER.pack(step_id))  # so few bytes are never torn
 
 
@@ -26,7 +26,7 @@ class LostSteps:
         self._lost: list[int] = []
 
     def started(self) -> None:
-        """The other ranks have the end that is written to."""
+        """Closes this process's copy of the end that is written to, which the other ranks have by now."""
         os.close(self.write_fd)
 
     def have(self, step_id: int) -> bool:

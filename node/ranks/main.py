@@ -39,7 +39,8 @@ def main(fd: str, parent_pid: str) -> None:
 
 
 def _run(commands: socket.socket) -> None:
-    """The same steps as rank 0 (node/process.py): load, size the pool, then whatever is announced."""
+    """Goes through the same steps as rank 0 (node/process.py): loads, sizes the pool, then does whatever is
+    announced."""
     from tandem.engine.device.kv_pool import allocate_pool
     from tandem.engine.parallel.group import Membership
     from tandem.engine.running.runner import ModelRunner

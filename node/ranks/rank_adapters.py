@@ -39,7 +39,8 @@ class AdapterLeader:
         return self._on_all(self._store.read(path), path)
 
     def _on_all(self, adapter: HostAdapter, path: str) -> HostAdapter:
-        """Raises AdapterError where a rank can't have it, or doesn't say so in time."""
+        """Returns the adapter once every other rank holds it. Raises AdapterError where a rank can't have it, or
+        doesn't say so in time."""
         while self._released:
             self._tell(Command("let_go", adapter=self._released.pop()))
         if adapter not in self._shared:
