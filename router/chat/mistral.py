@@ -45,7 +45,7 @@ class MistralParser(CallParser):
             prefix += ","
 
     def _named(self, prefix: str) -> Reader[None]:
-        """`name[ARGS]{…}`, with `[CALL_ID]…` before the arguments in some versions, or without any mark."""
+        """Reads `name[ARGS]{…}`, with `[CALL_ID]…` before the arguments in some versions, or without any mark."""
         read: list[str] = [prefix]
         name = ""
         while (char := (yield from self._in.peek())) and (char.isalnum() or char in "_-."):

@@ -30,9 +30,8 @@ class UnsupportedMediaTypeError(InvalidRequestError):
 
 async def read_body(scope: Scope, receive: Receive, limit: int, is_form: bool = False) -> bytes:
     """The request's body, decompressed, of at most `limit` bytes: JSON, or a form. Raises UnsupportedMediaTypeError,
-    BodyTooLargeError,
-    and ClientGoneError when the client leaves before the end, or takes so long that http_protocol.py closes its
-    connection."""
+    BodyTooLargeError, and ClientGoneError when the client leaves before the end, or takes so long that http_protocol.py
+    closes its connection."""
     is_compressed = _check_media_type(scope["headers"], FORM if is_form else JSON)
     too_large = BodyTooLargeError(f"the body is larger than {limit} bytes")
     length = _announced_length(scope["headers"])

@@ -20,7 +20,7 @@ MAX_FETCHES = 8  # at a time, of one router process; a guess
 
 class MediaSources:
     """Gets the bytes of parts. `domains`: hosts that may be fetched from, none by default. A name among them must lead
-    to public addresses: a client could else read what only this machine can reach. An address among them may be any."""
+    to public addresses, or a client could read what only this machine can reach. An address among them may be any."""
 
     def __init__(self, domains: Sequence[str], max_bytes: int, timeout_s: float) -> None:
         self._domains = frozenset(domain.lower() for domain in domains)

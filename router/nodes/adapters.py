@@ -68,7 +68,7 @@ class ServedAdapters:
     # --- what is there ----------------------------------------------------------------------------------------
 
     def is_unread(self, name: str) -> bool:
-        """Whether it is a listed one of which no node has said yet what it is."""
+        """Whether `name` is a listed adapter of which no node has said yet what it holds."""
         path = self._listed.get(name)
         return path not in (None, *self._digests, *self._problems) and self._table.find(name) is None
 
@@ -110,15 +110,15 @@ class ServedAdapters:
         await self._learn(AdapterEntry(name, stamp, path, _agreed(name, known)))
 
     async def unload(self, name: str) -> None:
-        """Serves it no longer; what runs with it finishes. When it returns, no router serves it, or some were silent
-        for SPREAD_S. Raises ModelNotFoundError."""
+        """Stops serving the adapter called `name`; requests that run with it finish. When this returns, no router
+        serves it, or some were silent for SPREAD_S. Raises ModelNotFoundError."""
         if name not in self.all():
             raise ModelNotFoundError(f"no adapter is called {name[:200]!r}", param="lora_name")
         await self._learn(AdapterEntry(name, self._table.next_stamp(name, time.time_ns())))
 
     async def _learn(self, entry: AdapterEntry) -> None:
-        """Tells all routers by way of the nodes. Of several processes on one port any may take the client's next
-        request, so who asked for the change is answered when all of them know."""
+        """Tells all routers of a change by way of the nodes. Of several processes on one port any may take the client's
+        next request, so whoever asked for the change is answered when all of them know."""
         self._table.merge([entry])
         self._num_changes += 1
         told, nodes = Adapters(entries=self._table.entries, ask=self._num_changes), self._nodes()

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class Leaner:
-    """Asks the nodes of a cluster."""
+    """Asks the nodes of a cluster to lean."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._policy = cluster, LeaningPolicy()

@@ -83,8 +83,8 @@ class NodeSocket:
         socket.connect(address)
 
     def send(self, payload: bytes) -> bool:
-        """Sends a message. Returns whether something has come in meanwhile, of which the descriptor, which is
-        edge-triggered, may not tell."""
+        """Sends a message. Returns whether something has come in meanwhile: the descriptor, which is edge-triggered,
+        may not tell of that."""
         assert self._socket is not None
         self._socket.send(payload, zmq.NOBLOCK)
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

@@ -38,8 +38,8 @@ class Outbox:
         return len(self._pending)
 
     def sent(self, message: Submit | Cancel, payload: bytes, now: float) -> None:
-        """Remembers a verb that was sent. A Cancel takes its request's Submit out, which a resend could else submit
-        again. Other verbs are not sent again: whoever asked waits for the outcome, and asks anew."""
+        """Remembers a verb that was sent. A Cancel takes its request's Submit out, since a resend could otherwise
+        submit it again. Other verbs are not sent again: whoever asked waits for the outcome, and asks anew."""
         if isinstance(message, Cancel):
             key: VerbKey = ("cancel", message.key, message.sample_indices)
             if not message.sample_indices:

@@ -10,8 +10,8 @@ from tandem.engine.contracts.errors import ConfigError
 def bind(host: str, port: int, share_port: bool) -> socket.socket:
     """A bound TCP socket, not yet listening. `share_port`: others may bind the same port (SO_REUSEPORT).
 
-    As long as it doesn't listen it only keeps the port: who binds it the same way may listen there. Raises ConfigError
-    when the port is taken.
+    As long as it doesn't listen it only keeps the port: others that bind it the same way may listen there. Raises
+    ConfigError when the port is taken.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)

@@ -17,9 +17,9 @@ NUM_PLACES = 64  # lines that are known at a time; a guess
 
 
 class SaidByOne(logging.Filter):
-    """A filter of a worker's log. Who says a line first leaves a link in a folder that all workers share, which is made
-    whole or not at all, so that nobody waits for anybody. What a process repeats itself passes, and so do lines about
-    one request; a folder that can't be used costs nothing but the doubles."""
+    """A filter of a worker's log. Whoever says a line first leaves a link in a folder that all workers share, which is
+    made whole or not at all, so that nobody waits for anybody. What a process repeats itself passes, and so do lines
+    about one request; a folder that can't be used costs nothing but the doubles."""
 
     def __init__(self, folder: Path, index: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`index`: which of the workers this is. `clock`: the host's, the same for all."""

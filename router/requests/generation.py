@@ -28,7 +28,7 @@ class GenerationListener(Protocol):
     """What takes a generation's output, on the event loop. After `finished` or `failed` nothing more comes."""
 
     def pooled(self, prompt_index: int, values: bytes) -> None:
-        """What a model that pools made of the prompt: float32 little-endian."""
+        """Takes what a model that pools made of the prompt: float32 little-endian."""
 
     def prompt_logprobs(self, prompt_index: int, entries: tuple[TokenLogprobs, ...]) -> None: ...
 

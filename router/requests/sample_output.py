@@ -50,7 +50,7 @@ class TextLogprobs:
 
 @dataclass(slots=True)
 class ChatLogprobs:
-    """The same as chat has it: one object per token, the most likely ones as rows."""
+    """Log-probabilities as chat has them: one object per token, the most likely ones as rows."""
 
     content: list[dict[str, Any]] = field(default_factory=list)
     refusal: None = None

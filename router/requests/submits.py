@@ -40,7 +40,7 @@ def submit(
         sampling=sampling,
         priority=spec.priority,
         targets=spec.targets,
-        # Who has tokens already waits for the next one since the attempt before was lost.
+        # A client that has tokens already waits for the next one since the attempt before was lost.
         waited_s=0.0 if seen else max(0.0, spec.deadline_s - deadline_s),
         deadline_s=max(0.001, deadline_s),
         use_prefix_cache=spec.use_prefix_cache,

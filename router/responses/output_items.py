@@ -50,7 +50,7 @@ class _TextItem:
         return f"{self.kind.part}.delta", {"content_index": 0, "delta": text, **self._logprobs(rows)}
 
     def end(self, rows: Rows) -> list[Event]:
-        """`rows` are those of tokens without text."""
+        """The events that end the item. `rows` are the log-probabilities of tokens without text."""
         self._rows += rows
         done = {"content_index": 0, "text": self._text, **self._logprobs(self._rows)}
         return [(f"{self.kind.part}.done", done), ("content_part.done", {"content_index": 0, "part": self._part()})]

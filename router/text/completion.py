@@ -141,7 +141,8 @@ def tokenize_text(text: str, tokenizer: Tokenizer, facts: ModelFacts, add_specia
 
 
 def check_text(text: str, facts: ModelFacts) -> None:
-    """Refuses more than /tokenize takes at once: as tokens a text needs a hundred times its size in memory."""
+    """Refuses more text than /tokenize takes at once, since a text takes a hundred times its size in memory as tokens.
+    Raises InvalidRequestError."""
     limit = CHARS_PER_TOKEN * facts.max_model_len
     if len(text) > limit:
         raise InvalidRequestError(

@@ -148,7 +148,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def num_beams(self) -> int:
-        """0: none are searched."""
+        """How many beams are searched over; 0: none."""
         return self.beam_width or self.best_of or self.num_samples if self.use_beam_search else 0
 
     @property

@@ -41,8 +41,8 @@ class RequestHeaders:
 
 def read_headers(headers: Iterable[tuple[bytes, bytes]], promised: Targets = NO_TARGETS) -> RequestHeaders:
     """What these headers say, whose names are in lower case as in ASGI; `promised`: the targets of those that bring
-    none. The name of a session is cut off after
-    MAX_SESSION_BYTES. Raises InvalidRequestError for an X-Request-Timeout or a target that is no such time."""
+    none. The name of a session is cut off after MAX_SESSION_BYTES. Raises InvalidRequestError for an X-Request-Timeout
+    or a target that is no such time."""
     found = RequestHeaders(targets=promised)
     for name, value in headers:
         if name == b"x-session-id":

@@ -37,7 +37,7 @@ def decoded(data: bytes, rate: int, max_s: float) -> Samples:
 
 
 def _by_wave(data: bytes, max_s: float) -> tuple[Samples, int]:
-    """([num_samples, channels], rate)"""
+    """Decodes a WAV: samples [num_samples, num_channels], and how many a second."""
     with wave.open(io.BytesIO(data)) as opened:
         width, num_channels, rate = opened.getsampwidth(), opened.getnchannels(), opened.getframerate()
         # The header's count may be anything, zero or the largest number where it was not known.
@@ -46,7 +46,7 @@ def _by_wave(data: bytes, max_s: float) -> tuple[Samples, int]:
 
 
 def _by_soundfile(data: bytes, max_s: float) -> tuple[Samples, int]:
-    """([num_samples, channels], rate)"""
+    """Decodes what the library knows: samples [num_samples, num_channels], and how many a second."""
     try:
         import soundfile
     except (ImportError, OSError):

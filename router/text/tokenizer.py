@@ -82,7 +82,7 @@ class Tokenizer:
         return text if text is not None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def chat_text(self, token_id: int) -> str:
-        """The same as chat reports it: what is no whole character as U+FFFD."""
+        """The text of one token as chat reports it: what is no whole character as U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:

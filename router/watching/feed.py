@@ -18,7 +18,7 @@ from tandem.router.watching.points import SERIES, Point, PointMaker
 from tandem.router.watching.samples import KEPT_TICKS, MOST_FLOWS, TICK_S, RouterSample, merged
 
 MOST_VIEWERS = 16  # of a router process; a guess: a team's screens. Each costs what one event is long, a tick
-MOST_UNREAD = 5  # events that wait for a viewer, who is let go of then; a guess
+MOST_UNREAD = 5  # events that wait for a viewer; one that has more is let go of; a guess
 FLOW_TICKS = 10  # over which flows are averaged; a guess
 AFTER_S = 0.01  # a guess: timers may wake a millisecond too soon, in the tick before
 BREATH = 50  # ticks of the past that are made without giving way; a guess: some milliseconds
@@ -34,7 +34,7 @@ class Viewer:
         self._events: asyncio.Queue[bytes] = asyncio.Queue(MOST_UNREAD + 1)  # and b"" for the end
 
     def tell(self, event: bytes) -> bool:
-        """Returns False when too much is unread: the viewer has been dropped."""
+        """Queues an event. Returns False when too much is unread: the viewer has been dropped then."""
         if self._events.qsize() >= MOST_UNREAD:
             self.end()
             self._drop()
@@ -164,7 +164,8 @@ class DashboardFeed:
         })  # fmt: skip
 
     def _flows(self) -> list[list[Any]]:
-        """[computes, decodes, prompts a second, their tokens a second], the widest first."""
+        """Rows [node that computes, node that decodes, prompts a second, their tokens a second], the widest flows
+        first."""
         sums: dict[tuple[str, str], list[int]] = {}
         for router in self._routers:
             for source, sink, prompts, tokens in router.flows:

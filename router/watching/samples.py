@@ -10,7 +10,7 @@ import msgspec
 from tandem.router.recent.ring import RecentRequests
 
 TICK_S = 1.0  # a guess: as often as people like to see figures change, and twice a node's heartbeat
-KEPT_TICKS = 600  # ten minutes; a guess: an incident is still to be seen by who is told of it
+KEPT_TICKS = 600  # ten minutes; a guess: an incident is still to be seen when somebody is told of it
 MOST_FLOWS = 128  # pairs of nodes of a tick, those with most tokens; a guess: more lines are no picture
 
 
@@ -80,7 +80,7 @@ def _grown_buckets(before: Sequence[int], after: Sequence[int]) -> list[tuple[in
 
 
 def merged(number: int, samples: Iterable[RouterSample]) -> RouterSample:
-    """One tick of all processes that told of it."""
+    """One tick of all the processes whose samples these are."""
     added: dict[str, float] = {}
     buckets: dict[str, list[tuple[int, int]]] = {}
     flows: list[tuple[str, str, int, int]] = []
