@@ -308,7 +308,7 @@ def filled(options: dict[str, Option], arguments: argparse.Namespace) -> argpars
 
 
 def _checked(values: Values, with_weights: bool = True) -> Values:
-    """The same with the model's folder in place of its hub name, so that all processes serve the same revision of it.
+    """`values` with the model's folder in place of its hub name, so that all processes serve the same revision of it.
 
     What can't be served fails here, before anything slow is imported. Raises ConfigError.
     """

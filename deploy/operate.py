@@ -67,7 +67,7 @@ def run_trace(arguments: argparse.Namespace) -> int:
 
 
 async def _asked(arguments: argparse.Namespace, answer: Any) -> Any:
-    """The answer. Raises ConfigError when the router refuses, or isn't there."""
+    """Awaits a router's answer. Raises ConfigError when the router refuses, or isn't there."""
     try:
         return await answer
     except HttpError as error:

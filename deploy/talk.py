@@ -17,12 +17,12 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
-    """A conversation, or the answer to one message where that is given or standard input is no terminal."""
+    """Holds a conversation, or answers one message where that is given or standard input is no terminal."""
     return _run(Conversation(arguments, _model(arguments)), arguments.message)
 
 
 def run_complete(arguments: argparse.Namespace) -> int:
-    """Completions of a prompt, of what standard input holds, or of each that is typed."""
+    """Completes a prompt, what standard input holds, or each text that is typed."""
     return _run(CompletedTexts(arguments, _model(arguments)), arguments.prompt)
 
 
@@ -121,7 +121,8 @@ class Talk:
             print(_dimmed(f"{number} tokens, {number / took_s:.1f} a second{cut}"))
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Raises HttpError for an error in the stream, and for one that ends too early."""
+        """Yields the events of the answer. Raises HttpError for an error in the stream, and for one that ends too
+        early."""
         options = self._options
         body |= {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         body |= {name: getattr(options, name) for name in ("temperature", "top_p") if getattr(options, name) >= 0}

@@ -56,7 +56,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Ends the requests under way, and the server if it is this object's own. Idempotent."""
         with self._lock:
             if self._closed:
                 return

@@ -69,7 +69,7 @@ class LocalServer:
                 problem = f"the server was not ready after {self._start_s:g} s; give it longer with start_s"
                 raise ConfigError(problem) from None
             if not isinstance(url, str) or not url:
-                self._found.put("")  # for who asks again
+                self._found.put("")  # for whoever asks again
                 self.close()
                 raise ConfigError("the server ended before it was ready:\n" + "\n".join(self._last_words))
             self.url = url

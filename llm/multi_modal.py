@@ -47,7 +47,7 @@ def _is_picture(given: Any) -> bool:
 
 def _png(given: Any) -> bytes:
     if isinstance(given, np.ndarray):
-        from PIL import Image  # of who has no such objects, nobody needs it
+        from PIL import Image  # needed only by programs that have such objects
 
         given = Image.fromarray(given)
     out = io.BytesIO()

@@ -44,7 +44,7 @@ def _chart(svg: Svg, column: int, row: int, x: Axis, y: Axis, title: str) -> Cha
 
 
 def _shares(svg: Svg, column: int, row: int, title: str, runs: Mapping[str, Sequence[float]]) -> None:
-    """Which share of all was at most so long."""
+    """Draws which share of all values was at most so large, a line for each run."""
     times = span([value for values in runs.values() for value in values], "s", is_log=True)
     chart = _chart(svg, column, row, times, Axis(0.0, 1.0, "%"), title)
     for index, values in enumerate(runs.values()):
@@ -59,7 +59,8 @@ def _shares(svg: Svg, column: int, row: int, title: str, runs: Mapping[str, Sequ
 
 
 def _rates(svg: Svg, runs: Mapping[str, Sequence[RequestTimes]]) -> None:
-    """Output tokens a second: those of a request came in equal parts with each of its events."""
+    """Draws output tokens a second. A request's tokens are taken to have come in equal parts with each of its
+    events."""
     rates, lasts = [], [0.0]
     for samples in runs.values():
         began = _began(samples)

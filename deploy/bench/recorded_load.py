@@ -41,7 +41,8 @@ def read_load(path: str) -> list[TraceRequest]:
 
 
 def _read_log(path: str) -> list[TraceRequest]:
-    """Arrivals in seconds after the first one: a simulation begins at 0, and heartbeats since 1970 would be many."""
+    """The requests of a log. Arrivals are in seconds after the first one: a simulation begins at 0, and heartbeats
+    since 1970 would be many."""
     decode, own = msgspec.json.Decoder(_Logged).decode, count(_FIRST_OWN_BLOCK)
     found: list[tuple[float, _Logged]] = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):

@@ -44,7 +44,7 @@ def _title(report: Mapping[str, Any]) -> str:
 
 
 def as_table(report: Mapping[str, Any]) -> str:
-    """Times in milliseconds; below them whatever else the report has, a line each."""
+    """The report for people: times in milliseconds, below them whatever else it has, a line each."""
     times = [(words, report[name]) for name, words in _TIMES.items() if report.get(name)]
     parts = []
     if times:

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _replay(
     arguments: argparse.Namespace, url: str, requests: Sequence[TraceRequest], runs: dict[str, list[RequestTimes]]
 ) -> dict[str, Any]:
-    """Reports what came of it, and adds the times to `runs`."""
+    """Replays the trace against one server. Returns the report, and adds the times to `runs`."""
     key = arguments.api_key
     try:
         model = await model_to_ask(url, key, arguments.model)
@@ -83,7 +83,8 @@ async def _ask_all(
 
 
 def make_body(arguments: argparse.Namespace, model: str, request: TraceRequest) -> dict[str, Any]:
-    """`--trace-scale` shrinks prompts and answers alike, for models of short context."""
+    """The body that asks for a request of the trace. `--trace-scale` shrinks prompts and answers alike, for models of
+    short context."""
     return {
         "model": model,
         "prompt": request.token_ids(arguments.vocab_size, arguments.trace_scale),

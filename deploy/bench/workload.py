@@ -42,7 +42,8 @@ def _body(arguments: argparse.Namespace, model: str, prompt: str | list[int], nu
 
 
 def _random_prompts(arguments: argparse.Namespace) -> Iterator[tuple[str | list[int], int]]:
-    """Token ids, so that nothing is tokenized; for chats words, about a token each."""
+    """Yields random prompts with the most tokens of their answers. Prompts are token ids, so that nothing is tokenized;
+    for chats they are words, about a token each."""
     rng = random.Random(arguments.seed)
     prefix = [rng.randrange(arguments.vocab_size) for _ in range(min(arguments.shared_prefix, arguments.input_tokens))]
     for _ in range(arguments.num_requests):

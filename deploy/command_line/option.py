@@ -162,7 +162,7 @@ def options_of(*components: type, positional: str = "") -> dict[str, Option]:
 
 
 def _option(field: dataclasses.Field[Any], hint: Any, group: str, is_positional: bool) -> Option:
-    """A hint is Annotated[kind, bounds where there are any, help]."""
+    """The option of one field, whose hint is Annotated[kind, bounds where there are any, help]."""
     kind, *notes, text = typing.get_args(hint)
     choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
     kind = str if choices else typing.get_origin(kind) or kind

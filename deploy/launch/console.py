@@ -34,7 +34,7 @@ class Console:
         self._next_line: float | None = None
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Shows a line of the launcher's own."""
         self._line("tandem", text)
 
     def child_line(self, name: str, text: str, now: float) -> None:

@@ -304,8 +304,8 @@ class Launcher:
             self._forget_child(name)
 
     def _ask_router(self, path: str, name: str = "router") -> tuple[int, str]:
-        """Status and body; 0 and nothing where it doesn't answer within `PROBE_S`. One that wants a client's
-        certificate can't be asked: it counts as ready."""
+        """The status and body of the router's answer to GET `path`; 0 and nothing where it doesn't answer within
+        `PROBE_S`. One that wants a client's certificate can't be asked: it counts as ready."""
         if self._values.get("ssl_cert_reqs") == 2:
             return 200, ""
         connection = self._router_connection(self._ready_lines[name])
@@ -319,7 +319,7 @@ class Launcher:
             connection.close()
 
     def _router_connection(self, said: Mapping[str, Any]) -> http.client.HTTPConnection:
-        """`said`: the router's ready line, which names its host where that is another one."""
+        """A connection to a router. `said`: its ready line, which names its host where that is another one."""
         host, port = str(said.get("host", self._values.get("host", RouterOptions.host))), _port(said)
         host = _ANY_HOST.get(host, host)
         if not self._values.get("ssl_certfile"):
@@ -330,10 +330,10 @@ class Launcher:
 
 
 def _signals_to_handle() -> list[signal.Signals]:
-    """A signal that was ignored at the start (nohup) stays ignored."""
+    """The signals that stop the launcher. One that was ignored at the start (nohup) stays ignored."""
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _port(ready_line: Mapping[str, Any]) -> int:
-    """A router reports its port, a node its control address."""
+    """The port in a ready line: a router reports its port, a node its control address."""
     return int(ready_line["port"] if "port" in ready_line else ready_line["address"].rpartition(":")[2])

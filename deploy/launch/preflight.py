@@ -11,7 +11,7 @@ from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.security import load_cluster_keys
 
-REDIS_ANSWER_S = 3.0  # a guess: far above a round trip, short enough for who waits for a start
+REDIS_ANSWER_S = 3.0  # a guess: far above a round trip, short enough for people who wait for a start
 
 
 def check_router(values: Mapping[str, Any]) -> None:

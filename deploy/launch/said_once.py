@@ -28,7 +28,7 @@ class _Said:
 
 
 class SaidOnce:
-    """The first line of a kind passes; who says the same within `HOLD_S` is named in one line after that."""
+    """Lets the first line of a kind pass; others that say the same within `HOLD_S` are named in one line after that."""
 
     def __init__(self) -> None:
         self._said: dict[str, _Said] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def summary(model: str, url: str, ready_lines: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Lines on the cluster. `ready_lines`: what each child said when it served; who tells of KV is a node
+    """Lines on the cluster. `ready_lines`: what each child said when it served; a child that tells of KV is a node
     (`node/report.py`)."""
     nodes = {name: said for name, said in ready_lines.items() if "num_kv_tokens" in said}
     if not nodes:

@@ -140,7 +140,8 @@ class Supervisor:
     # --- events ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """Must be called several times a second."""
+        """Starts the children that are due, and kills those that are silent or late. Must be called several times a
+        second."""
         self._forgive_own_pause(now)
         if self.phase is Phase.STOPPING:
             return self._stop_tick(now)
@@ -171,7 +172,7 @@ class Supervisor:
         self.children[name].last_beat = now
 
     def exited(self, name: str, code: int, now: float, last_words: str = "") -> list[Action]:
-        """The child's process is gone. `code` is negative for a signal, as in subprocess."""
+        """Takes the end of a child's process. `code` is negative for a signal, as in subprocess."""
         child = self.children[name]
         assert child.alive, "only started children exit"
         quick = child.ready_at is None or now - child.ready_at < QUICK_FAILURE_S
@@ -203,8 +204,8 @@ class Supervisor:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _silence_s(self, child: Child) -> float:
-        """A router that is starved of its cores is late, and killing it ends every request: it gets the time that the
-        workers of a router of several processes get."""
+        """After how many seconds of silence a child is killed. A router that is starved of its cores is late, and
+        killing it ends every request: it gets the time that the workers of a router of several processes get."""
         return self.peer_lost_s * (4 if child.name.startswith(ROUTER_NAME) else 1)
 
     def _stage_open(self, stage: int) -> bool:
@@ -248,7 +249,7 @@ class Supervisor:
         return Kill(child.name, reason)
 
     def _forgive_own_pause(self, now: float) -> None:
-        """A launcher that was stopped itself heard nobody; that is not their silence."""
+        """Takes the launcher's own pause off the children's silence: while it was stopped it heard nobody."""
         pause_s = now - self._last_tick if self._last_tick is not None else 0.0
         self._last_tick = now
         if pause_s > 1.0:

@@ -34,7 +34,7 @@ def _rate(name: str, by: str = "") -> str:
 
 
 def _per(name: str, of: str) -> str:
-    """The average of each node."""
+    """The query for the growth of a counter per growth of the counter `of`, for each node."""
     return f"{_rate(name, 'node')} / {_rate(of, 'node')}"
 
 

@@ -22,7 +22,7 @@ class Svg:
     def text(
         self, x: float, y: float, words: str, *, anchor: str = "start", colour: str = INK, bold: bool = False
     ) -> None:
-        """`anchor`: start, middle or end of the words is at `x`; `y` is their line."""
+        """Writes `words`. `anchor`: start, middle or end of them is at `x`; `y` is their line."""
         weight = ' font-weight="bold"' * bold
         self._parts.append(
             f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}"{weight}>{escape(words)}</text>'

@@ -81,7 +81,7 @@ class PoolScaler:
         return changes
 
     def _wanted(self, role: str, seen: Seen, size: int, lacking: float) -> int:
-        """Nodes' worth of load."""
+        """How many nodes the load of this pool needs."""
         nodes = [node.figures for node in seen.nodes.values() if node.role == role and not node.figures["draining"]]
         need = max(sum(figures[key] for figures in nodes) / PER_NODE[key] for key in OF_ROLE[role])
         if role == "unified" and (lacking or seen.spare_nodes):
@@ -89,8 +89,8 @@ class PoolScaler:
         return math.ceil(need - TOLERATED)
 
     def _lacking(self, seen: Seen, now: float) -> float:
-        """Nodes that were lacking since the look before: work by which somebody is late, a second. A router that was
-        not seen then, or has begun anew, counts from now."""
+        """How many nodes were lacking since the look before: the work by which somebody is late, a second. A router
+        that was not seen then, or has begun anew, counts from now."""
         (before, then), self._late_before = self._late_before, (seen.late_work_s, now)
         late_s = sum(max(0.0, late - before.get(router, late)) for router, late in seen.late_work_s.items())
         return late_s / (now - then) if late_s and now > then else 0.0

@@ -11,8 +11,8 @@ from tandem.router.metrics.nodes import NodeReading, read_nodes
 
 
 def seen_in(expositions: Mapping[str, str]) -> Seen:
-    """`expositions`: what each router showed, by its name; one that did not answer has "" and counts for nothing.
-    Raises ValueError where none did, and for text that is no router's."""
+    """What these expositions show of a cluster. They are by the routers' names; one that did not answer has "" and
+    counts for nothing. Raises ValueError where none did, and for text that is no router's."""
 
     def figures(name: str) -> list[float]:
         return [float(found[1]) for text in shown.values() for found in re.finditer(_line(name), text, re.MULTILINE)]
