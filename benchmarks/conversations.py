@@ -59,7 +59,8 @@ class Client:
     num_answer: int
 
     async def ask(self, prompt: list[int]) -> Answer:
-        """Raises RuntimeError when the stream ends with an error or without usage."""
+        """Sends a prompt and measures its answer. Raises RuntimeError when the stream ends with an error or without
+        usage."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": self.num_answer, "temperature": 0.0,
                 "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
                 "return_token_ids": True}  # fmt: skip

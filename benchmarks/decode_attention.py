@@ -84,7 +84,7 @@ class Step:
         return cls(pool, query, rows_of_step, tables, lengths)
 
     def prefixes(self) -> SharedPrefixes | None:
-        """Finds them as the engine would, but without asking whether they pay."""
+        """The prefixes that the engine would find, but without asking whether they pay."""
         members = chunk_members(HEADS // KV_HEADS)
         whole = (np.array(self.lengths) - 1) // BLOCK
         groups = choose_groups(self.tables, np.arange(len(self.lengths)), whole, BLOCK, SharingCosts(members, 1 << 30))

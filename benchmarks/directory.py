@@ -36,7 +36,7 @@ NUM_HELD = 200  # prompts that somebody holds a part of
 
 
 async def until(condition: Callable[[], bool], every_s: float = 0.005) -> float:
-    """Seconds until it held."""
+    """Waits until the condition holds; returns the seconds that it took."""
     started = time.perf_counter()
     while not condition():
         await asyncio.sleep(every_s)

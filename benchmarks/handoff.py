@@ -126,7 +126,7 @@ def measure_alone(server: Server, url: str, shapes: Sequence[Shape], count: int)
 
 
 def measure_mixed(server: Server, url: str, shapes: Sequence[Shape], rate: float, count: int) -> None:
-    """The same arrivals and shapes for each server."""
+    """Measures the shapes mixed, with the same arrivals and shapes for each server."""
     rng = random.Random(int(rate))
     plan = [(shapes[rng.random() < LONG_SHARE], index) for index in range(count)]
 

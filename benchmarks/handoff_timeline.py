@@ -53,7 +53,7 @@ class Handoff:
         return max([t for t, _ in self.marks] + [box.end for box in self.boxes])
 
     def mark(self, label: str) -> float:
-        """NaN when it did not happen."""
+        """When `label` happened, in ms; NaN when it did not."""
         return next((t for t, name in self.marks if name == label), float("nan"))
 
 
@@ -107,7 +107,7 @@ def _handoff(lines: Sequence[dict[str, Any]]) -> Handoff:
 
 
 def draw(handoff: Handoff) -> str:
-    """SVG."""
+    """The picture of a hand-off, as SVG."""
     last_push = max((box.begin for box in handoff.boxes if box.lane == "push"), default=0.0)
     height = 2 * (HEADER + len(COLOURS) * (LANE + GAP)) + 40
     parts = [

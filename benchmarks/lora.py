@@ -49,7 +49,7 @@ def make_adapters(adapters: NodeAdapters, number: int, rank: int, targets: Seque
 
 
 def bytes_of(layout: AdapterLayout, adapter: HostAdapter) -> int:
-    """What a step reads of it."""
+    """The bytes of an adapter that a step reads."""
     elements = 0
     for projection, ranks in zip(layout.projections, adapter.ranks.tolist(), strict=True):
         for size, rank in zip(projection.part_sizes, ranks, strict=False):

@@ -43,7 +43,7 @@ async def ask(url: str, prompt: Sequence[int]) -> float:
 
 
 async def tokens_of(url: str, prompt: Sequence[int], after_s: float) -> tuple[list[int], float]:
-    """(tokens, log-probability of the first)"""
+    """The tokens of the answer, and the log-probability of the first."""
     await asyncio.sleep(after_s)
     body = {"prompt": list(prompt), "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True,
             "return_token_ids": True, "logprobs": 1}  # fmt: skip

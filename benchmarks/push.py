@@ -81,7 +81,7 @@ def ways_of(programs: Sequence[int]) -> list[Way]:
 
 
 def seconds(run: Callable[[], object], repeat: int) -> float:
-    """Median, on the current device's stream."""
+    """Median seconds of a call, on the current device's stream."""
     return median_event_seconds(run, repeat, warm=1)
 
 

@@ -158,7 +158,7 @@ def expected_of(kind: str, x: torch.Tensor, weight: QuantisedWeight, gated: bool
 
 
 def copies_of(kind: str, outputs: int, inputs: int) -> list[QuantisedWeight]:
-    """So many copies of a weight that the cache doesn't hold them."""
+    """Copies of a weight, so many that the cache doesn't hold them."""
     first = weight_of(kind, outputs, inputs)
     number = max(8, UNCACHED_BYTES // first.num_bytes)
     return [first] + [replace(first, values=first.values.clone()) for _ in range(number - 1)]

@@ -25,7 +25,8 @@ Log = int | IO[bytes]
 
 
 async def until_ready(process: subprocess.Popen[bytes], url: str) -> int:
-    """The model's length. Raises SystemExit when the process ends or takes too long."""
+    """Waits until a server is ready and returns the model's length in tokens. Raises SystemExit when the process ends
+    or takes too long."""
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         if process.poll() is not None:

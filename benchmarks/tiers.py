@@ -87,7 +87,7 @@ class OneNode:
 
 
 def displace(node: OneNode, prompt: np.ndarray, num_tokens: int, rng: np.random.Generator) -> None:
-    """Other prompts of that many tokens in all, each as long as `prompt`."""
+    """Computes other prompts of `num_tokens` in all, each as long as `prompt`."""
     vocab_size = node.process.info.vocab_size
     for _ in range(-(-num_tokens // len(prompt)) + 1):
         node.ttft_ms(rng.integers(0, vocab_size, len(prompt)))

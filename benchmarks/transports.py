@@ -102,7 +102,7 @@ class Ours(Way):
         self._transfer.connect_peer(self._sink)
 
     def prepare(self, order: Sequence[int]) -> None:
-        """The grant: not part of what is timed."""
+        """Opens the grant, which is not part of what is timed."""
         me, sink = self._node.info, self._sink
         self._grant = KVGrant(
             request_id="bench",
