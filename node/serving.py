@@ -53,7 +53,8 @@ class ServingNode:
         leaning: OwnLeaning | None = None,
         held_adapters: Callable[[], HeldAdapters] = nothing_held,
     ) -> None:
-        """`precise`: of the engine beside, which serves what asks for precise KV; None: this one does."""
+        """`precise`: the scheduler of the engine beside, which serves what asks for precise KV; None: `scheduler`
+        does."""
         self.info = info
         self.book = book
         self.scheduler = scheduler

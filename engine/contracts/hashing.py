@@ -224,7 +224,7 @@ class BlockHasher:
         self.block_size = block_size
         self._hash_block_size = hash_block_size
         self._num_fine = block_size // hash_block_size
-        # Blocks between two whose hash another group follows.
+        # After so many blocks a block ends where a group of hashes does, and hashing can go on from there.
         self._blocks_per_turn = math.lcm(self._num_fine, BLOCKS_PER_GROUP) // self._num_fine
         self._root_for_salt = root_for_salt
 

@@ -30,8 +30,8 @@ class ModelShape(Protocol):
 
     @property
     def latent_size(self) -> int | None:
-        """None: a head's keys and values are kept. Else its latents are, rows of `head_dim` elements of which the first
-        so many are the values."""
+        """None: the keys and values of each head are kept. Otherwise latents are: rows of `head_dim` elements, of which
+        the first so many are the values."""
         ...
 
     @property

@@ -41,7 +41,7 @@ class _Sequence:
 def make_media_slots(
     encoder: MediaEncoder | None, num_slots: int, budget_bytes: int, device: torch.device
 ) -> MediaSlots | None:
-    """None: the model takes text alone."""
+    """The slots for items of all sequences; None: the model takes text alone."""
     return None if encoder is None else MediaSlots(encoder, num_slots, budget_bytes, device)
 
 

@@ -128,7 +128,7 @@ class TensorParallel:
         return torch.zeros(len(logits_NV), dtype=torch.int64, device=self.device)
 
     def gather_logits(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """[N, V] from every rank's run of the vocabulary."""
+        """Logits [N, V], put together from every rank's run of the vocabulary."""
         if self._stand_in is None:
             return self._gathered(logits_NV).transpose(0, 1).flatten(1)
         self._stand_in.give(logits_NV, self._gathered)
@@ -206,7 +206,7 @@ class TensorParallel:
         return tensor
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[R, *shape], in the order of ranks."""
+        """Every rank's tensor, [R, *shape], in the order of ranks."""
         out = tensor.new_empty((self.shard.size, *tensor.shape))
         _all_gather(out.flatten(0, 1), tensor.contiguous())
         self._num_exchanges += 1

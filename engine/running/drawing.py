@@ -129,8 +129,8 @@ class TokenDrawing:
         self._state.count_outputs(samples, slot_N, token_N)
 
     def choose(self, logits_NV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, Logprobs | None]:
-        """`sample`, of logits as the model projects them. In a group rank 0 draws, and every rank gets its tokens:
-        on the device, so that the next step can be launched before the host has seen them."""
+        """Does what `sample` does, with logits as the model projects them. In a group rank 0 draws, and every rank gets
+        its tokens: on the device, so that the next step can be launched before the host has seen them."""
         group = self._group
         if group is None:
             return sample(logits_NV, batch)

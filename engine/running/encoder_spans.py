@@ -193,7 +193,7 @@ class EncoderSpans:
             self._counters["encoder_positions_stored"] += end - part.start
 
     def _output(self, item: MediaItem, is_last: bool) -> torch.Tensor:
-        """[P, E]; made anew unless an earlier chunk of the same input needed it."""
+        """The encoder's output for an item, [P, E]; made anew unless an earlier chunk of the same input needed it."""
         output_PE = self._kept.pop(item.digest, None)
         if output_PE is None:
             output_PE = self._encoder.encode(item)

@@ -69,7 +69,8 @@ class ExpertBalance:
 
 
 def make_expert_balance(model: Model) -> ExpertBalance | None:
-    """None for a model whose experts aren't counted: it has none, or runs by transformers' modules."""
+    """The reader of the model's counts; None: its experts aren't counted, since it has none or runs by transformers'
+    modules."""
     if model.expert_counts is None:
         return None
     shard = None if model.group is None else model.group.shard

@@ -42,7 +42,8 @@ class StepFaults:
             self._tell_lost(step.step_id)
 
     def on_launch_failure(self, failed: str, following: str, error: Exception) -> None:
-        """`failed` couldn't be launched, `following` is what computes the step instead. Raises any other error."""
+        """Counts that `failed` couldn't be launched and `following` computes the step instead. Raises any other
+        error."""
         if self._group is not None or not is_launch_failure(error):
             raise error
         count_fallback(failed, following, error)

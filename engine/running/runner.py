@@ -80,7 +80,7 @@ class ModelRunner:
         self._counters = self._faults.counters
         self._balance = make_expert_balance(model)
         self.spans: EncoderSpans | None = None
-        if model.encoder is not None:  # all but the spans has the decoder's positions
+        if model.encoder is not None:  # but for the spans, positions are the decoder's
             self.max_model_len = model.encoder.facts.max_decoder_len
         self.state = BatchState(
             options.max_num_seqs, self.max_model_len, block_size, model.vocab_size, eos_token_ids, self.device

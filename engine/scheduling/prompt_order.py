@@ -6,9 +6,9 @@ fewest late jobs). What gave way goes last, where it takes what the others leave
 among that, what has little left goes before what came earlier: a tail whose prefix has been computed meanwhile.
 (Plain earliest deadline first collapses under overload, where each late prompt makes the next one late.)
 
-Priorities come before all this. Who waits takes the slot and the blocks of running ones of lower priority, which start
-over later, from what is still cached here or in a lower tier. Nobody starves: a sequence gives way so MOST_YIELDS times
-at most, and who has waited for AGED_AFTER_S goes before all others.
+Priorities come before all this. A request that waits takes the slot and the blocks of running ones of lower priority,
+which start over later, from what is still cached here or in a lower tier. Nobody starves: a sequence gives way so
+MOST_YIELDS times at most, and one that has waited for AGED_AFTER_S goes before all others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LATE_SHARE = 1 / 16  # of the prompt tokens that are computed while late prompts
 MAX_CREDIT = 2048.0  # tokens: one chunk; a guess
 MOST_YIELDS = 3  # a guess
 AGED_AFTER_S = 30.0  # a guess
-LOOK_EVERY_S = 1.0  # a guess
+LOOK_EVERY_S = 1.0  # between two looks for requests that have waited so long; a guess
 MARGIN = 0.02  # share of the target that is spared for prompts that have not begun: times are estimates; a guess
 
 

@@ -108,7 +108,8 @@ def inputs_of_a_scale(group: int, bits: int, num_inputs: int) -> int:
 
 
 def choose_plan(num_tokens: int, sizes: MixtureSizes, num_experts: int | None = None) -> MixturePlan | None:
-    """None: the kernels serve no such sizes. `num_experts`: of the model, where it has others elsewhere."""
+    """The plan for so many tokens; None: the kernels serve no such sizes. `num_experts`: how many the model has, where
+    some are elsewhere."""
     if num_tokens <= MOST_FEW_TOKENS:
         plan = few_plan(sizes)
         if plan is not None:

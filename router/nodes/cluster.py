@@ -64,7 +64,8 @@ class Cluster:
         siblings: Siblings | None = None,
         tokenizer: str = "",
     ) -> None:
-        """`tokenizer` is the digest of the one that makes prompts here: a node that says another is sent nothing."""
+        """`tokenizer`: the digest of the tokenizer that makes prompts here; a node that names another one is sent
+        nothing."""
         self._options, self._keys, self._hello, self._directory = options, keys, hello, directory
         self._siblings = siblings
         self._context = new_context()
