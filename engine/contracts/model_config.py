@@ -243,17 +243,7 @@ def load_model_config(folder: Path) -> ModelConfig:
 def _parse(raw: dict[str, Any]) -> ModelConfig:
     """The model that config.json's object `raw` describes. Raises ValueError that names the field."""
     architecture = _architecture(raw)
-    for name, why in REFUSED_IF_SET.items():
-        if raw.get(name) is not None:
-            raise ValueError(f"{name} is set: {why}")
-    if raw.get("is_causal", True) is not True:
-        raise ValueError("is_causal is not true: only causal attention is supported")
-    fields = msgspec.convert(raw, FIELDS[architecture])
-    num_kv_heads = fields.num_key_value_heads or fields.num_attention_heads
-    if fields.num_attention_heads % num_kv_heads:
-        raise ValueError(f"{fields.num_attention_heads} query heads can't share {num_kv_heads} KV heads")
-    if fields.hidden_act not in ("silu", "swish"):
-        raise ValueError(f"hidden_act {fields.hidden_act!r} is not supported; supported: silu")
+    fields = _checked_fields(raw, architecture)
     bias = isinstance(fields, _Llama | _Qwen3 | _Qwen3Moe) and fields.attention_bias
     window, layers = _sliding(fields)
     rope = read_rope(fields)
@@ -268,7 +258,7 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
         intermediate_size=fields.intermediate_size,
         num_layers=fields.num_hidden_layers,
         num_heads=fields.num_attention_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=fields.num_key_value_heads or fields.num_attention_heads,
         head_dim=_head_dim(fields),
         vocab_size=fields.vocab_size,
         max_model_len=_max_model_len(fields, rope),
@@ -288,6 +278,22 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
         quantisation=read_quantisation(raw),
         mixture=_mixture(fields) if isinstance(fields, _Experts) else None,
     )
+
+
+def _checked_fields(raw: dict[str, Any], architecture: str) -> _Llama | _Mistral | _Qwen2 | _Experts:
+    """The fields of this architecture. Raises ValueError for those that no model here can have."""
+    for name, why in REFUSED_IF_SET.items():
+        if raw.get(name) is not None:
+            raise ValueError(f"{name} is set: {why}")
+    if raw.get("is_causal", True) is not True:
+        raise ValueError("is_causal is not true: only causal attention is supported")
+    fields = msgspec.convert(raw, FIELDS[architecture])
+    num_kv_heads = fields.num_key_value_heads or fields.num_attention_heads
+    if fields.num_attention_heads % num_kv_heads:
+        raise ValueError(f"{fields.num_attention_heads} query heads can't share {num_kv_heads} KV heads")
+    if fields.hidden_act not in ("silu", "swish"):
+        raise ValueError(f"hidden_act {fields.hidden_act!r} is not supported; supported: silu")
+    return fields
 
 
 def _mixture(fields: _Experts) -> MixtureConfig:
