@@ -97,28 +97,13 @@ def load(
     membership: Membership | None = None,
     on_loaded: Callable[[float], None] | None = None,
 ) -> LoadedModel:
-    """The model that `options` name, on its device. The folder is checked first, so that a bad one fails before
-    anything slow happens. Raises ConfigError.
-
-    With a membership: this rank's share of the model, after all ranks have met. `on_loaded` is told how much of the
-    weights is there, of 1.
-    """
+    """The model that `options` name, on its device; with a membership this rank's share of it, after all ranks have
+    met. The folder is checked first, so that a bad one fails before anything slow happens. `on_loaded` is told how much
+    of the weights is there, of 1. Raises ConfigError."""
     folder = resolve_model(options.model.model, options.model.revision)
-    speculates = read_speculative_config(options.scheduler.speculative_config) is not None
     config = load_config(folder, options.model)
-    max_model_len = options.model.max_model_len or config.max_model_len
-    if max_model_len > config.max_model_len:
-        raise ConfigError(f"--max-model-len {max_model_len} is beyond the model's {config.max_model_len}")
-    cache = options.cache
-    if cache.block_size < 1 or cache.hash_block_size < 1 or cache.block_size % cache.hash_block_size:
-        sizes = f"--block-size {cache.block_size} is no multiple of --hash-block-size {cache.hash_block_size}"
-        raise ConfigError(f"{sizes}; change one of them")
-    if config.encoder is not None and SPAN_MULTIPLE % cache.block_size:
-        raise ConfigError(f"--block-size {cache.block_size}: with an encoder it must divide {SPAN_MULTIPLE}")
-    if config.encoder is not None and speculates:
-        raise ConfigError(f"--speculative-config: {config.architecture} has an encoder: leave it out")
-    if config.encoder is not None and membership is not None:
-        raise ConfigError(f"--tensor-parallel-size: {config.architecture} has an encoder, and runs on one GPU")
+    _check_options(options, config, has_ranks=membership is not None)
+    max_model_len, cache = options.model.max_model_len or config.max_model_len, options.cache
     device = choose_device(options)
     num_ranks = 1 if membership is None else membership.shard.size
     torch.set_num_threads(options.num_threads or max(1, torch.get_num_threads() // num_ranks))
@@ -129,11 +114,7 @@ def load(
     kept = choose_kv_encoding(cache, dtype, device, config.num_layers)
     shard = None if membership is None else membership.shard
     layout = make_layout(config, cache.block_size, kept.dtype, shard, kept.scales)
-    group = None
-    if membership is not None:
-        scheduler = with_device_defaults(options, device).scheduler
-        max_rows = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        group = TensorParallel.join(membership, device, max_rows, config.hidden_size, dtype)
+    group = None if membership is None else _join(membership, options, config.hidden_size, dtype, device)
     model = load_chosen(folder, config, options.model, device, dtype, options.attention_backend, group, on_loaded)
     if cache.calculate_kv_scales:
         layout = _with_measured_scales(layout, model, config, options, max_model_len, device, dtype)
@@ -149,6 +130,33 @@ def load(
     return LoadedModel(
         config, model, device, dtype, layout, identity, max_model_len, served, folder, replays, adapters, draft
     )
+
+
+def _check_options(options: NodeOptions, config: ModelShape, has_ranks: bool) -> None:
+    """Raises ConfigError for options that contradict each other, or that the model can't be served with."""
+    cache, architecture = options.cache, config.architecture
+    speculates = read_speculative_config(options.scheduler.speculative_config) is not None
+    if options.model.max_model_len > config.max_model_len:
+        raise ConfigError(f"--max-model-len {options.model.max_model_len} is beyond the model's {config.max_model_len}")
+    if cache.block_size < 1 or cache.hash_block_size < 1 or cache.block_size % cache.hash_block_size:
+        sizes = f"--block-size {cache.block_size} is no multiple of --hash-block-size {cache.hash_block_size}"
+        raise ConfigError(f"{sizes}; change one of them")
+    if config.encoder is None:
+        return
+    if SPAN_MULTIPLE % cache.block_size:
+        raise ConfigError(f"--block-size {cache.block_size}: with an encoder it must divide {SPAN_MULTIPLE}")
+    if speculates:
+        raise ConfigError(f"--speculative-config: {architecture} has an encoder: leave it out")
+    if has_ranks:
+        raise ConfigError(f"--tensor-parallel-size: {architecture} has an encoder, and runs on one GPU")
+
+
+def _join(
+    membership: Membership, options: NodeOptions, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> TensorParallel:
+    scheduler = with_device_defaults(options, device).scheduler
+    max_rows = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    return TensorParallel.join(membership, device, max_rows, hidden_size, dtype)
 
 
 def _make_adapters(

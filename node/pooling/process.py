@@ -16,6 +16,7 @@ import torch
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.errors import ConfigError, HandshakeError
 from tandem.engine.contracts.keys import NodeKey
+from tandem.engine.contracts.kv_layout import ModelIdentity
 from tandem.engine.contracts.model_folder import served_name
 from tandem.engine.contracts.security import load_cluster_keys
 from tandem.engine.contracts.wire.parts import NodeInfo
@@ -53,9 +54,7 @@ class PoolingProcess:
         keys = load_cluster_keys(options.cluster_secret_file, options.host)
         device = choose_device(options)
         self._options = options = with_device_defaults(options, device)
-        is_auto = options.model.dtype == "auto"
-        dtype = (torch.float32 if device.type == "cpu" else torch.bfloat16) if is_auto else None
-        dtype = dtype or getattr(torch, options.model.dtype)
+        dtype = _choose_dtype(options.model.dtype, device)
         max_model_len = options.model.max_model_len or config.max_model_len
         if max_model_len > config.max_model_len:
             raise ConfigError(f"--max-model-len {max_model_len} is beyond the model's {config.max_model_len}")
@@ -66,21 +65,9 @@ class PoolingProcess:
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._board = LoopBoard()
         sockets = ControlSockets(keys)
-        self.info = NodeInfo(
-            node_id=key.node_id,
-            epoch=key.epoch,
-            role="unified",
-            control_address=advertised(sockets.bind(options.host, options.port), options.advertise_host),
-            host_id=host_id(),
-            pid=os.getpid(),
-            version=version(),
-            identity=pooling_identity(folder, config, options.cache.hash_block_size, str(dtype)),
-            model_name=served_name(options.model.model, options.model.served_name),
-            max_model_len=max_model_len + 1,  # a place for the output token that each request is counted with
-            vocab_size=config.vocab_size,
-            task=config.task,
-            embedding_sizes=config.embedding_sizes,
-        )
+        address = advertised(sockets.bind(options.host, options.port), options.advertise_host)
+        identity = pooling_identity(folder, config, options.cache.hash_block_size, str(dtype))
+        self.info = _describe(options, config, key, address, identity, max_model_len)
         book = RequestBook(self.info.vocab_size, self.info.max_model_len)
         scheduler = options.scheduler
         batch = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
@@ -165,6 +152,38 @@ class PoolingProcess:
                 found.append(self._inbox.get_nowait())
         except queue.Empty:
             return found
+
+
+def _choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "bfloat16"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _describe(
+    options: NodeOptions,
+    config: PoolingConfig,
+    key: NodeKey,
+    address: str,
+    identity: ModelIdentity,
+    max_model_len: int,
+) -> NodeInfo:
+    return NodeInfo(
+        node_id=key.node_id,
+        epoch=key.epoch,
+        role="unified",
+        control_address=address,
+        host_id=host_id(),
+        pid=os.getpid(),
+        version=version(),
+        identity=identity,
+        model_name=served_name(options.model.model, options.model.served_name),
+        max_model_len=max_model_len + 1,  # a place for the output token that each request is counted with
+        vocab_size=config.vocab_size,
+        task=config.task,
+        embedding_sizes=config.embedding_sizes,
+    )
 
 
 def _refuse(info: NodeInfo) -> None:

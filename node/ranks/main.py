@@ -11,9 +11,17 @@ import socket
 import sys
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from tandem.engine.process.process_log import start_log
 from tandem.engine.process.process_name import name_process
+
+if TYPE_CHECKING:
+    import torch
+
+    from tandem.engine.running.runner import ModelRunner
+    from tandem.node.ranks.rank_adapters import AdapterFollower
+    from tandem.node.setup import LoadedModel
 
 _PR_SET_PDEATHSIG = 1
 logger = logging.getLogger(__name__)
@@ -41,14 +49,12 @@ def main(fd: str, parent_pid: str) -> None:
 def _run(commands: socket.socket) -> None:
     """Goes through the same steps as rank 0 (node/process.py): loads, sizes the pool, then does whatever is
     announced."""
-    from tandem.engine.device.kv_pool import allocate_pool
     from tandem.engine.parallel.group import Membership
     from tandem.engine.running.runner import ModelRunner
-    from tandem.node.ranks.channel import receive_command, receive_pool_file, receive_setup
+    from tandem.node.ranks.channel import receive_setup
     from tandem.node.ranks.leader import shard_of
     from tandem.node.ranks.lost_steps import write_lost
     from tandem.node.ranks.rank_adapters import AdapterFollower
-    from tandem.node.ranks.shared_pool import map_in_rank, ranks_share_pool, ranks_show_pools
     from tandem.node.setup import load, size_pool, with_device_defaults
 
     setup = receive_setup(commands)
@@ -61,16 +67,9 @@ def _run(commands: socket.socket) -> None:
     options = with_device_defaults(options, loaded.device)
     num_blocks = size_pool(loaded, options)
     max_model_len = min(loaded.max_model_len, num_blocks * options.cache.block_size)  # rank 0 says so
-    if ranks_share_pool(loaded.layout, loaded.device):
-        file = receive_pool_file(commands)
-        if file is None:
-            return
-        pool = map_in_rank(file, loaded.layout, num_blocks)
-    else:
-        pool = allocate_pool(loaded.layout, num_blocks, loaded.device)
-        if ranks_show_pools(loaded.layout, loaded.device):
-            assert loaded.model.group is not None
-            loaded.model.group.share_memory(pool)
+    pool = _own_pool(commands, loaded, num_blocks)
+    if pool is None:
+        return
     eos = loaded.config.eos_token_ids
     runner = ModelRunner(
         loaded.model,
@@ -85,6 +84,29 @@ def _run(commands: socket.socket) -> None:
     adapters = None if loaded.adapters is None else AdapterFollower(loaded.adapters.store, commands)
     gc.collect()
     gc.freeze()
+    _follow(commands, runner, adapters)
+
+
+def _own_pool(commands: socket.socket, loaded: LoadedModel, num_blocks: int) -> torch.Tensor | None:
+    """The heads that this rank computes: its part of rank 0's pool, or a pool of its own. None: rank 0 is gone."""
+    from tandem.engine.device.kv_pool import allocate_pool
+    from tandem.node.ranks.channel import receive_pool_file
+    from tandem.node.ranks.shared_pool import map_in_rank, ranks_share_pool, ranks_show_pools
+
+    if ranks_share_pool(loaded.layout, loaded.device):
+        file = receive_pool_file(commands)
+        return None if file is None else map_in_rank(file, loaded.layout, num_blocks)
+    pool = allocate_pool(loaded.layout, num_blocks, loaded.device)
+    if ranks_show_pools(loaded.layout, loaded.device):
+        assert loaded.model.group is not None
+        loaded.model.group.share_memory(pool)
+    return pool
+
+
+def _follow(commands: socket.socket, runner: ModelRunner, adapters: AdapterFollower | None) -> None:
+    """Does what rank 0 announces, until it closes its end."""
+    from tandem.node.ranks.channel import receive_command
+
     while (command := receive_command(commands)) is not None:
         if command.verb == "warm_up":
             runner.warmup()
