@@ -58,15 +58,22 @@ def add_model_routes(app: FastAPI, service: CompletionService, gate: Gate, creat
         return json_answer(found)
 
 
+def _ids_of(
+    service: CompletionService,
+    chat: Chat,
+    body: TokenizeBody | ChatTokenizeBody,
+    facts: ModelFacts,
+    media: ReadMedia | None,
+) -> list[int]:
+    if isinstance(body, ChatTokenizeBody):
+        prompt = chat.prompt(body, facts, media)
+        return with_placeholders(prompt.token_ids, prompt.media)
+    check_text(body.prompt, facts)
+    return service.tokenizer.encode(body.prompt, body.add_special_tokens)
+
+
 def add_tokenizer_routes(app: FastAPI, service: CompletionService, gate: Gate, chat: Chat) -> None:
     limit = service.options.max_body_bytes
-
-    def ids_of(body: TokenizeBody | ChatTokenizeBody, facts: ModelFacts, media: ReadMedia | None) -> list[int]:
-        if isinstance(body, ChatTokenizeBody):
-            prompt = chat.prompt(body, facts, media)
-            return with_placeholders(prompt.token_ids, prompt.media)
-        check_text(body.prompt, facts)
-        return service.tokenizer.encode(body.prompt, body.add_special_tokens)
 
     if service.options.enable_tokenizer_info_endpoint:
 
@@ -84,7 +91,7 @@ def add_tokenizer_routes(app: FastAPI, service: CompletionService, gate: Gate, c
         media = await service.media.read(body.messages, facts) if isinstance(body, ChatTokenizeBody) else None
 
         def answer() -> Response:
-            ids = ids_of(body, facts, media)
+            ids = _ids_of(service, chat, body, facts, media)
             strings = [service.tokenizer.token_string(i) for i in ids] if body.return_token_strs else None
             count = {"count": len(ids), "max_model_len": facts.max_model_len}
             return json_answer({**count, "tokens": ids, "token_strs": strings})

@@ -76,6 +76,23 @@ def _paths(options: RouterOptions) -> dict[str, Any]:
         "/detokenize": _post("Text of token ids", DetokenizeBody),
         "/v1/load_lora_adapter": _post("Serve a LoRA adapter by a name", LoadAdapterBody),
         "/v1/unload_lora_adapter": _post("Serve a LoRA adapter no longer", UnloadAdapterBody),
+        **_operators_paths(),
+        "/health": _get("Whether the router lives", is_open=True),
+        "/ping": _get(ping, is_open=True) | {"post": _operation(ping, is_open=True)},
+        "/ready": _get("Whether requests can be served", is_open=True),
+        "/version": _get("Tandem's version", is_open=True),
+        "/metrics": _get("Prometheus metrics", "text/plain", is_open=True),
+        "/": _get("What this server is", is_open=True),
+        "/docs": _get("This description, for people", "text/html", is_open=True),
+        "/openapi.json": _get("This description", is_open=True),
+    }
+    if options.enable_tokenizer_info_endpoint:
+        paths["/tokenizer_info"] = _get("Special tokens and chat template")
+    return paths
+
+
+def _operators_paths() -> dict[str, Any]:
+    return {
         "/explain": _post("What each node would cost for a completion now", CompletionBody),
         "/profile/start": _post("Have every node profile its next steps", ProfileBody),
         "/profile/stop": {"post": _operation("End the nodes' profiles, and get their reports and traces")},
@@ -89,18 +106,7 @@ def _paths(options: RouterOptions) -> dict[str, Any]:
         ),
         "/admin/requests": _get("The newest requests, and what waits"),
         "/admin/requests/{name}": _get("The story of one request", parameters=[_parameter("name", "path")]),
-        "/health": _get("Whether the router lives", is_open=True),
-        "/ping": _get(ping, is_open=True) | {"post": _operation(ping, is_open=True)},
-        "/ready": _get("Whether requests can be served", is_open=True),
-        "/version": _get("Tandem's version", is_open=True),
-        "/metrics": _get("Prometheus metrics", "text/plain", is_open=True),
-        "/": _get("What this server is", is_open=True),
-        "/docs": _get("This description, for people", "text/html", is_open=True),
-        "/openapi.json": _get("This description", is_open=True),
     }
-    if options.enable_tokenizer_info_endpoint:
-        paths["/tokenizer_info"] = _get("Special tokens and chat template")
-    return paths
 
 
 def _show_prompts(schemas: dict[str, Any]) -> None:

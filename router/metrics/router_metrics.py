@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 from prometheus_client import (
@@ -55,6 +56,10 @@ FIGURES = {
 PREFIX = "tandem_router_"
 
 
+def _counter(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Counter:
+    return Counter(f"{PREFIX}{name}", text, labels, registry=registry)
+
+
 class RouterMetrics:
     """What /metrics shows; one per process. `views` yields the connected nodes, `figures` what this process counts
     elsewhere, by the names of FIGURES, and `model_name` says whose tokens those are that come."""
@@ -71,31 +76,17 @@ class RouterMetrics:
         self._read_figures, self._figures = figures, dict[str, Gauge]()
         self._models = ModelFamilies(registry)
         self._read_model_name, self._model = model_name, dict[str, ModelMetrics]()
-        self.responses = Counter(
-            f"{PREFIX}responses", "Completion requests ended, by HTTP status", ["status"], registry=registry
-        )
-        self.ends = Counter(
-            f"{PREFIX}prompts_ended", "Prompts ended, by outcome (finished or the error's code)", ["outcome"],
-            registry=registry,
-        )  # fmt: skip
-        self.placements = Counter(
-            f"{PREFIX}placements", "Attempts placed on nodes, by reason", ["reason"], registry=registry
-        )
-        self.promises = Counter(
-            f"{PREFIX}prompts_by_promise", "Prompts ended, by whether their own targets were kept", ["promise"],
-            registry=registry,
-        )  # fmt: skip
-        self.retries = Counter(f"{PREFIX}retries", "Attempts after the first", registry=registry)
-        self.dropped_deltas = Counter(
-            f"{PREFIX}dropped_deltas", "Token deltas that came late, twice or for nobody", registry=registry
-        )
-        self.nodes_lost = Counter(f"{PREFIX}nodes_lost", "Nodes that were lost", registry=registry)
-        self.stuck_clients = Counter(
-            f"{PREFIX}stuck_clients", "Streams aborted because the client did not read", registry=registry
-        )
-        self.cached_tokens = Counter(
-            f"{PREFIX}cached_tokens", "Prompt tokens found in a prefix cache", registry=registry
-        )
+        counter = partial(_counter, registry)
+        self.responses = counter("responses", "Completion requests ended, by HTTP status", "status")
+        self.ends = counter("prompts_ended", "Prompts ended, by outcome (finished or the error's code)", "outcome")
+        self.placements = counter("placements", "Attempts placed on nodes, by reason", "reason")
+        kept = "Prompts ended, by whether their own targets were kept"
+        self.promises = counter("prompts_by_promise", kept, "promise")
+        self.retries = counter("retries", "Attempts after the first")
+        self.dropped_deltas = counter("dropped_deltas", "Token deltas that came late, twice or for nobody")
+        self.nodes_lost = counter("nodes_lost", "Nodes that were lost")
+        self.stuck_clients = counter("stuck_clients", "Streams aborted because the client did not read")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens found in a prefix cache")
         self.active = Gauge(
             f"{PREFIX}active_prompts", "Prompts under way", registry=registry, multiprocess_mode="livesum"
         )

@@ -102,23 +102,7 @@ class Worker:
     ) -> None:
         """Serves until `stop`. `on_serving(port)` is called when connections are accepted."""
         siblings = Siblings(self._seat) if self._seat is not None else None
-        cluster = Cluster(
-            self._options, self._cluster_keys, self.info, sources.directory, siblings, self._tokenizer_digest
-        )
-        metrics = RouterMetrics(
-            lambda: cluster.views,
-            lambda: {**cluster.counters(), **sources.counters()},
-            lambda: "" if cluster.model.facts is None else cluster.model.facts.name,
-        )
-        self.service = service = CompletionService(
-            self._options,
-            cluster,
-            self._tokenizer,
-            metrics,
-            Privacy(self._tokenizer, self._api_keys.public_prefixes),
-            self.sampling_defaults,
-            MediaReader(self._media, self._options.media, self._options.max_body_bytes),
-        )
+        self.service = service = self._make_service(sources, siblings)
         # Streams that outlive drain_s are ended by `_tick`, with an error event; uvicorn's own end is the last resort.
         last_resort_s = self._options.timeouts.drain_s + CANCEL_GRACE_S
         desk = RequestDesk(service, self._seat)
@@ -131,7 +115,7 @@ class Worker:
         service.connect()
         tasks = [watched_task(self._tick(server, on_beat), "tick"), lasting_task(self.feed.run, "dashboard")]
         if sources.discovery is not None:
-            tasks.append(lasting_task(partial(cluster.follow, sources.discovery), "discovery"))
+            tasks.append(lasting_task(partial(service.cluster.follow, sources.discovery), "discovery"))
         tasks.append(watched_task(_announce(server, sock.getsockname()[1], on_serving), "announce"))
         try:
             await server.serve(sockets=[sock])
@@ -143,11 +127,30 @@ class Worker:
             if traces is not None:
                 await traces.settle()
             desk.exchange.close()
-            cluster.close()
+            service.cluster.close()
             if traces is not None:
                 await asyncio.to_thread(traces.close)
             if siblings is not None:
                 siblings.close()
+
+    def _make_service(self, sources: Sources, siblings: Siblings | None) -> CompletionService:
+        cluster = Cluster(
+            self._options, self._cluster_keys, self.info, sources.directory, siblings, self._tokenizer_digest
+        )
+        metrics = RouterMetrics(
+            lambda: cluster.views,
+            lambda: {**cluster.counters(), **sources.counters()},
+            lambda: "" if cluster.model.facts is None else cluster.model.facts.name,
+        )
+        return CompletionService(
+            self._options,
+            cluster,
+            self._tokenizer,
+            metrics,
+            Privacy(self._tokenizer, self._api_keys.public_prefixes),
+            self.sampling_defaults,
+            MediaReader(self._media, self._options.media, self._options.max_body_bytes),
+        )
 
     def _http_limits(self) -> HttpLimits:
         options = self._options
