@@ -65,8 +65,10 @@ def run_all(decode: NodeInfo, prefill: NodeInfo, sampling: SamplingParams, name:
     return [result.output() for result in results]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize(("num_prefill", "num_decode"), [(2, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("num_prefill", "num_decode", "transport"),
+    [(2, 1, "shm"), (1, 2, "shm"), (2, 4, "shm"), (1, 2, "tcp"), pytest.param(2, 4, "tcp", marks=pytest.mark.slow)],
+)
 def test_ranks_may_differ(nodes: Nodes, num_prefill: int, num_decode: int, transport: str) -> None:
     """Twice: the second time both sides find what they keep, and push and compute only the rest."""
     prefill = nodes.get("prefill", transport, num_prefill)

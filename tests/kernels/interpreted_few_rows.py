@@ -35,10 +35,14 @@ def case(
     return qkv, cos_sin, tables, torch.tensor(lengths, dtype=torch.int32), pool, torch.tensor(slots)
 
 
-@pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize(
-    ("lengths", "heads", "kv_heads", "size", "block_size"),
-    [((1, 16, 17, 100), 4, 2, 16, 16), ((65, 0, 200), 3, 1, 32, 64), ((40, 130), 8, 8, 16, 48)],
+    ("lengths", "heads", "kv_heads", "size", "block_size", "with_norms"),
+    [
+        ((1, 16, 17, 100), 4, 2, 16, 16, False),
+        ((65, 0, 200), 3, 1, 32, 64, False),
+        ((65, 0, 200), 3, 1, 32, 64, True),
+        ((40, 130), 8, 8, 16, 48, True),
+    ],
 )
 def test_attention(
     lengths: tuple[int, ...], heads: int, kv_heads: int, size: int, block_size: int, with_norms: bool,

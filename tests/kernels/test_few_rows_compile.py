@@ -42,8 +42,9 @@ def signature(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> 
     return {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
 
 
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize(("kv_heads", "group", "head_size", "block_size"), [(8, 4, 128, 64), (2, 7, 64, 16)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_size", "block_size", "has_norm"), [(8, 4, 128, 64, True), (2, 7, 64, 16, False)]
+)
 def test_attention_compiles(kv_heads: int, group: int, head_size: int, block_size: int, has_norm: bool) -> None:
     constants = few_rows_launch.attention_constants(kv_heads, group, head_size, block_size, has_norm=has_norm)
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}

@@ -1,5 +1,5 @@
-"""`.venv/bin/python tests/soak COMMAND --help`: kill campaigns, many of them side by side, memory soaks, and a table of
-what they found.
+"""`.venv/bin/python tests/soak COMMAND --help`: kill campaigns, many of them side by side, memory soaks, a table of
+what they found, and the test suite many times.
 
 Any number may run at the same time, each with a folder and a seed of its own: ports are chosen free.
 """
@@ -52,9 +52,18 @@ def main() -> int:
     many.add_argument("--folder", type=Path, required=True, help="gets a folder for each seed, and summaries.jsonl")
     table = commands.add_parser("table", help="summaries of campaigns as the tables of docs/verification.md")
     table.add_argument("summaries", type=Path, nargs="+", help="files of summaries, or folders with summary.json below")
+    steady = commands.add_parser("steady", help="the suite of `make test` many times, beside busy loops")
+    steady.add_argument("--times", type=int, default=20, help="runs")
+    steady.add_argument("--at-once", type=int, default=1, help="runs side by side")
+    steady.add_argument("--workers", type=int, default=2, help="test processes of a run")
+    steady.add_argument("--loops", type=int, default=2, help="busy loops beside a run")
+    steady.add_argument("--seconds-limit", type=float, default=36000, help="by then all is ended and written down")
+    steady.add_argument("--arguments", default="", help="for pytest, in one string: which tests")
+    steady.add_argument("--folder", type=Path, required=True, help="gets summary.md and failures.txt")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # clusters end with their campaign
-    return {"kill": run_kill, "many": run_many, "memory": run_memory, "table": run_table}[options.command](options)
+    run = {"kill": run_kill, "many": run_many, "memory": run_memory, "table": run_table, "steady": run_suites}
+    return run[options.command](options)
 
 
 def run_kill(options: argparse.Namespace) -> int:
@@ -109,6 +118,16 @@ def run_table(options: argparse.Namespace) -> int:
 
     print_tables(options.summaries)
     return 0
+
+
+def run_suites(options: argparse.Namespace) -> int:
+    from steady import SteadyPlan, run_steady
+
+    plan = SteadyPlan(
+        folder=options.folder.resolve(), times=options.times, at_once=options.at_once, workers=options.workers,
+        loops=options.loops, seconds_limit=options.seconds_limit, arguments=tuple(options.arguments.split()),
+    )  # fmt: skip
+    return run_steady(plan)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 Summaries = list[dict[str, Any]]
 CAMPAIGN_COLUMNS = (
@@ -33,12 +33,12 @@ def _files(paths: Iterable[Path]) -> list[Path]:
     return sorted(file for path in paths for file in (path.rglob("summary.json") if path.is_dir() else [path]))
 
 
-def print_table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+def print_table(columns: Iterable[str], rows: Iterable[Iterable[object]], file: TextIO | None = None) -> None:
     columns = list(columns)
-    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}", file=file)
     for row in rows:
-        print(f"| {' | '.join(map(str, row))} |")
-    print()
+        print(f"| {' | '.join(map(str, row))} |", file=file)
+    print(file=file)
 
 
 def campaign_rows(campaigns: Summaries) -> Iterable[list[object]]:

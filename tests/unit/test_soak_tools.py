@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +18,9 @@ from memory import Sample, judge
 from relay import Relay, Rule
 from shared_parts import Part, Traces
 from table import campaign_rows
+from waiting import PATIENCE_S, wait_until
 
+ROOT = Path(__file__).parents[2]
 ANSWER = {0: {"text": "a b", "token_ids": [1, 2], "logprobs": {"token_logprobs": [-0.5, -1.0]}}}
 
 
@@ -204,3 +209,48 @@ def test_a_helper_is_found_by_the_layers_that_come_to_it_from_now_on(tmp_path: P
     with (tmp_path / "unified-2-c.jsonl").open("a") as file:
         file.write("\n")
     assert traces.wait(10.0) == Part("unified-2-c", "unified-0-a")
+
+
+# --- the suite again and again --------------------------------------------------------------------------------
+
+TESTS = """
+import os, time
+
+def test_passes(tmp_path):
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert os.environ["HOME"] != {home!r}
+    assert str(tmp_path).startswith(os.path.dirname(os.environ["HOME"]))
+
+def test_fails():
+    assert 1 == 2, "a reason"
+
+def test_hangs_the_second_time():
+    try:
+        os.mkdir({mark!r})
+    except FileExistsError:
+        os.mkdir({mark!r} + "-hangs")
+        time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_failures_are_told_by_name_also_of_a_run_that_is_cut_short(tmp_path: Path) -> None:
+    tests, out, mark = tmp_path / "test_few.py", tmp_path / "out", tmp_path / "begun"
+    tests.write_text(TESTS.format(home=os.environ.get("HOME", ""), mark=str(mark)))
+    command = [sys.executable, "tests/soak", "steady", "--times", "3", "--workers", "0", "--loops", "1"]
+    told = subprocess.Popen(
+        [*command, "--folder", str(out), "--arguments", str(tests)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    wait_until(Path(f"{mark}-hangs").exists, "the second run hangs")
+    suite, loop = psutil.Process(told.pid).children()
+    told.terminate()
+    summary, _ = told.communicate(timeout=PATIENCE_S)
+    assert not suite.is_running()
+    assert not loop.is_running()
+    assert told.returncode == 1
+    assert summary.startswith((out / "summary.md").read_text())
+    assert "| 1 | red | 2 | 1 |" in summary
+    assert "| 2 | unfinished | 1 | 1 |" in summary
+    assert re.search(r"test_fails \| 1, 2 \|", summary)
+    assert "0 green, 1 red, 1 unfinished, 1 not begun of 3 runs" in summary
+    assert (out / "failures.txt").read_text().count("AssertionError: a reason") == 2

@@ -58,7 +58,7 @@ def traffic(seed: int) -> None:
     harness.assert_empty()
 
 
-NUM_SEEDS = 25
+NUM_SEEDS = 12
 
 
 def much_traffic() -> None:

@@ -256,7 +256,7 @@ class Traffic(RuleBasedStateMachine):
 
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -185,9 +185,9 @@ def test_a_schema_that_is_nothing_but_itself_is_refused(schema: Any) -> None:
     assert "refers to itself alone" in why
 
 
-def test_hundreds_of_schemas_are_followed_or_refused() -> None:
-    found = run_suite(300)
-    assert found["ended"] > 150, found
+def test_a_hundred_schemas_are_followed_or_refused() -> None:
+    found = run_suite(120)
+    assert found["ended"] > 60, found
     assert found["refused"] > 10, found
 
 

@@ -122,11 +122,11 @@ def run_worlds(num_seeds: int) -> None:
 def test_a_broken_manager_is_found(mutate, finding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
     with pytest.raises(AssertionError, match=finding):
-        run_worlds(150)
+        run_worlds(60)
 
 
 def test_the_same_worlds_pass_when_nothing_is_broken() -> None:
-    run_worlds(150)
+    run_worlds(60)
 
 
 def test_a_message_of_another_epoch_or_an_unknown_hand_off_leaves_no_record() -> None:

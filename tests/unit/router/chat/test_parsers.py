@@ -191,7 +191,7 @@ MARKS += [mark for parser in CALL_PARSERS.values() for mark in parser.markers]
 
 
 @pytest.mark.parametrize("calls", [NONE, *CALL_PARSERS])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.data())
 def test_any_text_cut_anywhere_reads_the_same(calls: str, data: st.DataObject) -> None:
     make = parser_of(calls, data.draw(st.sampled_from([NONE, "qwen3", "deepseek_r1", "openai"])))

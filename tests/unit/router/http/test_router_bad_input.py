@@ -255,7 +255,7 @@ def random_bodies(draw: st.DrawFn) -> bytes:
     return raw
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(raw=random_bodies())
 def test_random_bodies_never_give_a_5xx(router: RouterInThread, node: StandInNode, raw: bytes) -> None:
     response = router.client.post("/v1/completions", content=raw)

@@ -257,7 +257,7 @@ class Nodes:
         self.do(self.machine.node_lost(NodeKey(name, old.epoch), "it died", 1.0))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_random_moves_lose_and_double_nothing(data: st.DataObject) -> None:
     nodes = Nodes(data.draw(st.booleans()))

@@ -421,7 +421,7 @@ def test_overshoot_beyond_max_tokens_is_cut() -> None:
 # --- random histories -------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_random_histories_end_once_with_every_token_once(data: st.DataObject) -> None:
     num_samples, max_tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6))

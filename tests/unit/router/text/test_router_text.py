@@ -112,7 +112,7 @@ def test_token_text_of_half_a_character(tokenizer: Tokenizer) -> None:
 # --- detokenizers ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(ids=st.lists(st.integers(0, VOCAB_SIZE + 20), max_size=40))
 def test_byte_level_stream_equals_the_whole_for_any_tokens(tokenizer: Tokenizer, ids: list[int]) -> None:
     assert "".join(stream(tokenizer, ids, [])) == tokenizer.decode(ids)
@@ -156,7 +156,7 @@ def whole_search(text: str, stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     pieces=st.lists(st.text(alphabet="abc", max_size=4), max_size=12),
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
