@@ -65,8 +65,15 @@ def check_results(answers: list[httpx.Response]) -> None:
         check_greedy(tiny_model("llama"), prompt, answer.json()["choices"][0]["token_ids"], NUM_TOKENS)
 
 
-@pytest.mark.parametrize("spare", [True, False], ids=["another-prefill-node", "decode-node-alone"])
-@pytest.mark.parametrize("way", ["shm", NIXL, "tcp"])
+@pytest.mark.parametrize(
+    ("way", "spare"),
+    [
+        pytest.param("shm", True, id="shm-another-prefill-node"),
+        pytest.param("shm", False, id="shm-decode-node-alone"),
+        pytest.param("tcp", True, id="tcp-another-prefill-node"),
+        pytest.param("nixl", False, marks=NIXL.marks, id="nixl-decode-node-alone"),
+    ],
+)
 def test_a_prefill_node_dies_while_it_writes(way: str, spare: bool) -> None:
     """Half of that write has arrived. The next attempt goes to the other prefill node, or the decode
     node computes the prompt itself; its granted blocks are free again once the dead writer is fenced."""

@@ -140,10 +140,16 @@ def test_every_benchmark_is_listed() -> None:
     assert [path.name for path in (ROOT / "benchmarks").glob("*.py") if path.name not in listed] == []
 
 
-def docstrings(text: str) -> list[str]:
+@cache
+def documented(text: str) -> list[tuple[str, str | None]]:
+    """Modules, functions and classes (these by name) with their docstrings."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [ast.get_docstring(node) for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
-    return [docstring for docstring in found if docstring]
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    return [(node.name if isinstance(node, ast.ClassDef) else "", ast.get_docstring(node)) for node in nodes]
+
+
+def docstrings(text: str) -> list[str]:
+    return [docstring for _, docstring in documented(text) if docstring]
 
 
 def test_docstrings_begin_as_sentences_do() -> None:
@@ -160,8 +166,7 @@ def test_docstrings_begin_as_sentences_do() -> None:
 
 def undocumented(text: str) -> list[str]:
     """Names of public classes without a docstring."""
-    kinds = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
-    return [kind.name for kind in kinds if kind.name[0] != "_" and not ast.get_docstring(kind)]
+    return [name for name, docstring in documented(text) if name and name[0] != "_" and not docstring]
 
 
 def test_every_public_class_says_what_it_stands_for() -> None:

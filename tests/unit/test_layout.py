@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,17 @@ def folder_of(package: str) -> Path:
 
 def python_files() -> list[Path]:
     return [path for wing in WINGS for path in (ROOT / wing).rglob("*.py")]
+
+
+@cache
+def classes() -> list[tuple[Path, str, list[str], int]]:
+    """Every class: its file, name, bases and number of lines."""
+    return [
+        (path, node.name, [ast.unparse(base) for base in node.bases], node.end_lineno - node.lineno + 1)
+        for path in python_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
 
 
 def test_the_package_is_links_to_the_wings() -> None:
@@ -76,8 +88,7 @@ def test_every_file_that_is_not_for_developers_is_in_the_wheel() -> None:
 
 def test_no_class_is_what_python_3_10_refuses() -> None:
     """A generic NamedTuple is an error there when it is imported, which neither mypy nor ruff sees."""
-    classes = [node for path in python_files() for node in ast.walk(ast.parse(path.read_text()))]
-    bases = [[ast.unparse(base) for base in node.bases] for node in classes if isinstance(node, ast.ClassDef)]
+    bases = [names for _, _, names, _ in classes()]
     assert [names for names in bases if "NamedTuple" in names and len(names) > 1] == []
 
 
@@ -120,18 +131,10 @@ def test_transformers_works_from_the_repository_root_beside_a_package_called_ker
 def test_no_two_classes_have_one_name() -> None:
     """A name stands for one thing, wherever it is read."""
     places = defaultdict(list)
-    for path in python_files():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(str(path.relative_to(ROOT)))
+    for path, name, _, _ in classes():
+        places[name].append(str(path.relative_to(ROOT)))
     assert {name: files for name, files in places.items() if len(files) > 1 and name not in SHARED_NAMES} == {}
 
 
 def test_a_class_that_grew_is_two_objects() -> None:
-    long = {
-        node.name
-        for path in python_files()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef) and node.end_lineno - node.lineno + 1 > MOST_CLASS_LINES
-    }
-    assert long == set()
+    assert {name for _, name, _, num_lines in classes() if num_lines > MOST_CLASS_LINES} == set()
