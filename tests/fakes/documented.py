@@ -98,6 +98,7 @@ NOT_RUN = {
     ("docs/kernels.md", "python benchmarks"): "it needs a GPU; its options are looked up",
     ("docs/kernels.md", "pytest tests/gpu"): "it needs a GPU; its path is looked up",
     ("docs/kernels.md", "tests/gpu/sanitize.sh"): "it needs a GPU; its path is looked up",
+    ("docs/product_tables.md", "tandem kernels --tune"): "it needs a GPU; its options are looked up",
     ("docs/kernels.md", "TOOL=racecheck tests/gpu/sanitize.sh"): "it needs a GPU; its path is looked up",
     ("docs/quantised_weights.md", "tandem serve MODEL-FP8"): "a checkpoint of somebody's; the page names its tests",
     ("docs/speculation.md", 'tandem serve MODEL --speculative-config \'{"method": "draft_model"'): "it needs a draft",
