@@ -7,8 +7,9 @@ transformers.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -28,6 +29,8 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 # Fields that change what transformers computes, stores or loads in any architecture -> what the user can do.
 REFUSED_IF_SET = {
@@ -142,23 +145,86 @@ class _Qwen3Moe(_Experts, kw_only=True):
     mlp_only_layers: list[int] | None = None
 
 
-FIELDS: dict[str, type[_Llama | _Mistral | _Qwen2 | _Experts]] = {
+class _Deepseek(_Fields, kw_only=True):
+    """What DeepSeek-V2 and V3 have both. transformers writes `head_dim` itself, and takes other names for counts."""
+
+    head_dim: int | UnsetType | None = UNSET
+    attention_bias: bool = False
+    kv_lora_rank: Size = 512
+    q_lora_rank: Size | None = 1536
+    qk_nope_head_dim: Size = 128
+    qk_rope_head_dim: Size = 64
+    v_head_dim: Size = 128
+    moe_layer_freq: int = 1
+    scoring_func: str | UnsetType = UNSET
+    num_experts: int | UnsetType = UNSET
+    num_local_experts: int | UnsetType = UNSET
+    sliding_window: int | None = None
+    layer_types: Any = None
+
+
+class _DeepseekV2(_Deepseek, kw_only=True):
+    bos_token_id: int | None = 1
+    eos_token_id: TokenIds = 2
+    mlp_bias: bool = False
+    n_routed_experts: Count = 64
+    n_shared_experts: Annotated[int, Meta(ge=1, le=64)] = 2
+    num_experts_per_tok: Count
+    moe_intermediate_size: Size = 1407
+    first_k_dense_replace: Annotated[int, Meta(ge=0)] = 0
+    topk_method: str = "greedy"
+    n_group: Count | None = None
+    topk_group: Count | None = None
+    routed_scaling_factor: Annotated[float, Meta(ge=0)] = 1.0
+    norm_topk_prob: bool | None = False
+
+
+class _DeepseekV3(_Deepseek, kw_only=True):
+    num_key_value_heads: Size | None = 128
+    bos_token_id: int | None = 0
+    eos_token_id: TokenIds = 1
+    n_routed_experts: Count = 256
+    n_shared_experts: Annotated[int, Meta(ge=1, le=64)] = 1
+    num_experts_per_tok: Count = 8
+    moe_intermediate_size: Size = 2048
+    first_k_dense_replace: Annotated[int, Meta(ge=0)] = 3
+    topk_method: str = "noaux_tc"
+    n_group: Count = 8
+    topk_group: Count = 4
+    routed_scaling_factor: Annotated[float, Meta(ge=0)] = 2.5
+    norm_topk_prob: bool = True
+    rope_interleave: bool = True
+
+
+FIELDS: dict[str, type[_Llama | _Mistral | _Qwen2 | _Experts | _Deepseek]] = {
     "llama": _Llama,
     "mistral": _Mistral,
     "qwen2": _Qwen2,
     "qwen3": _Qwen3,
     "mixtral": _Mixtral,
     "qwen3_moe": _Qwen3Moe,
+    "deepseek_v2": _DeepseekV2,
+    "deepseek_v3": _DeepseekV3,
 }
 
 
 class MixtureConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers' MLPs that are mixtures of experts: `width` columns each, of which a token takes the best `top_k`."""
+    """Layers' MLPs that are mixtures of experts: `width` columns each, of which a token takes the best `top_k`, and
+    `shared` more that all tokens take. How they are chosen: kernels/experts/plans.py, Routing; `has_bias`: checkpoints
+    have one for it, and `exact_scores`: scores are made in fp32."""
 
     num_experts: int
     top_k: int
     width: int
     renormalises: bool = True
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    kept_groups: int = 1
+    by_pairs: bool = False
+    factor: float = 1.0
+    has_bias: bool = False
+    exact_scores: bool = False
+    shared: int = 0
     dense_layers: tuple[int, ...] = ()  # these have an MLP of `intermediate_size` instead
     held: tuple[int, int] | None = None  # the first expert of this rank, and the one after its last; None: all are its
 
@@ -168,8 +234,26 @@ class MixtureConfig(msgspec.Struct, frozen=True, kw_only=True):
         return range(*(self.held or (0, self.num_experts)))
 
 
+class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Attention whose heads' keys and values are made of one latent a token (docs/latent_attention.md). Of a head's
+    query and key `key_width` elements carry no position, and `rotated` do; `interleaved`: by pairs of neighbours.
+    `query_size`: of the latent that queries are made of; None: they are made of hidden states."""
+
+    size: int
+    rotated: int
+    key_width: int
+    value_width: int
+    query_size: int | None = None
+    interleaved: bool = True
+
+    @property
+    def query_width(self) -> int:
+        return self.key_width + self.rotated
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder that engine/model can build. Sizes in elements, `window` in tokens (the current one included)."""
+    """A decoder that engine/model can build. Sizes in elements, `window` in tokens (the current one included). With
+    `latents` the cache has one head, of `head_dim` elements, whatever the number of query heads."""
 
     architecture: str
     hidden_size: int
@@ -195,6 +279,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     blocksparse: BlockSparseLayers | None = None
     quantisation: Quantisation | None = None
     mixture: MixtureConfig | None = None
+    latents: LatentConfig | None = None
 
     @property
     def encoder(self) -> None:
@@ -202,9 +287,30 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     @property
-    def latent_size(self) -> None:
-        """None: the keys and values of each head are kept, not latents."""
-        return None
+    def latent_size(self) -> int | None:
+        """None: keys and values are kept, of each head."""
+        return None if self.latents is None else self.latents.size
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.head_dim if self.latents is None else self.latents.rotated
+
+    @property
+    def attended_size(self) -> int:
+        """Elements of what attention gives for a token, all heads together: inputs of the output projection."""
+        return self.num_heads * (self.head_dim if self.latents is None else self.latents.value_width)
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied with. Yarn's `mscale_all_dim` makes those of latents larger by the square of the
+        temperature of its factor (arXiv 2309.00071)."""
+        if self.latents is None:
+            return float(self.head_dim**-0.5)
+        temperature = 1.0
+        if self.rope.mscale_all_dim and self.rope.factor > 1:
+            temperature = 0.1 * self.rope.mscale_all_dim * math.log(self.rope.factor) + 1.0
+        return float(self.latents.query_width**-0.5) * temperature * temperature
 
     def window_of(self, layer: int) -> int | None:
         if self.sliding_window is None or (self.sliding_layers and not self.sliding_layers[layer]):
@@ -247,6 +353,9 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
     bias = isinstance(fields, _Llama | _Qwen3 | _Qwen3Moe) and fields.attention_bias
     window, layers = _sliding(fields)
     rope = read_rope(fields)
+    kv_heads = fields.num_key_value_heads or fields.num_attention_heads
+    if isinstance(fields, _Deepseek):
+        _check_deepseek(fields, kv_heads, rope)
     if architecture == "mixtral" and rope.rope_type in ("yarn", "llama3") and not fields.head_dim:
         # transformers fails there as well: its Mixtral alone leaves the size of heads to be None.
         raise ValueError(
@@ -258,7 +367,7 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
         intermediate_size=fields.intermediate_size,
         num_layers=fields.num_hidden_layers,
         num_heads=fields.num_attention_heads,
-        num_kv_heads=fields.num_key_value_heads or fields.num_attention_heads,
+        num_kv_heads=1 if isinstance(fields, _Deepseek) else kv_heads,
         head_dim=_head_dim(fields),
         vocab_size=fields.vocab_size,
         max_model_len=_max_model_len(fields, rope),
@@ -276,11 +385,86 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
         bos_token_id=fields.bos_token_id,
         blocksparse=fields.blocksparse_params,
         quantisation=read_quantisation(raw),
-        mixture=_mixture(fields) if isinstance(fields, _Experts) else None,
+        mixture=_mixture_of(fields),
+        latents=_latents(fields) if isinstance(fields, _Deepseek) else None,
     )
 
 
-def _checked_fields(raw: dict[str, Any], architecture: str) -> _Llama | _Mistral | _Qwen2 | _Experts:
+def _mixture_of(fields: _Fields) -> MixtureConfig | None:
+    if isinstance(fields, _DeepseekV2 | _DeepseekV3):
+        return _deepseek_mixture(fields)
+    return _mixture(fields) if isinstance(fields, _Experts) else None
+
+
+def _latents(fields: _Deepseek) -> LatentConfig:
+    return LatentConfig(
+        size=fields.kv_lora_rank,
+        rotated=fields.qk_rope_head_dim,
+        key_width=fields.qk_nope_head_dim,
+        value_width=fields.v_head_dim,
+        query_size=fields.q_lora_rank,
+        interleaved=fields.rope_interleave if isinstance(fields, _DeepseekV3) else True,
+    )
+
+
+def _check_deepseek(fields: _Deepseek, num_kv_heads: int, rope: RopeConfig) -> None:
+    """Raises ValueError for what our layers don't compute."""
+    if num_kv_heads != fields.num_attention_heads:
+        raise ValueError(f"num_key_value_heads {num_kv_heads} differs from {fields.num_attention_heads} query heads")
+    if fields.attention_bias or (isinstance(fields, _DeepseekV2) and fields.mlp_bias):
+        raise ValueError("attention_bias and mlp_bias are not supported here: serve it with --model-impl transformers")
+    if fields.moe_layer_freq != 1:
+        raise ValueError(f"moe_layer_freq {fields.moe_layer_freq} is not supported; supported: 1")
+    if rope.rope_type not in ("default", "yarn"):
+        raise ValueError(f"rope type {rope.rope_type!r} is not supported for latents; supported: default, yarn")
+    if fields.head_dim not in (UNSET, None, fields.qk_rope_head_dim):
+        raise ValueError(f"head_dim {fields.head_dim} is not qk_rope_head_dim {fields.qk_rope_head_dim}; take it out")
+    if fields.qk_rope_head_dim % 2:
+        raise ValueError(f"qk_rope_head_dim {fields.qk_rope_head_dim} is odd; rotary embeddings need an even one")
+    if isinstance(fields, _DeepseekV2) and fields.hidden_size % fields.num_attention_heads:
+        raise ValueError(f"hidden_size {fields.hidden_size} is no multiple of {fields.num_attention_heads} heads")
+    by = "sigmoid" if isinstance(fields, _DeepseekV3) else "softmax"
+    if fields.scoring_func not in (UNSET, by):
+        raise ValueError(f"scoring_func {fields.scoring_func!r} is not supported; supported: {by}")
+    if not (fields.num_experts is UNSET and fields.num_local_experts is UNSET):
+        raise ValueError("num_experts and num_local_experts are other names of n_routed_experts here; take them out")
+
+
+def _deepseek_mixture(fields: _DeepseekV2 | _DeepseekV3) -> MixtureConfig | None:
+    """None: all layers are dense. Raises ValueError."""
+    num_experts, is_v3 = fields.n_routed_experts, isinstance(fields, _DeepseekV3)
+    methods = ("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")
+    if fields.topk_method not in methods:
+        raise ValueError(f"topk_method {fields.topk_method!r} is not supported; supported: {', '.join(methods)}")
+    if not is_v3 and fields.norm_topk_prob:
+        raise ValueError("norm_topk_prob is not supported for deepseek_v2: take it out")
+    in_groups = fields.topk_method != "greedy"
+    groups, kept = (fields.n_group or 0, fields.topk_group or 0) if in_groups else (1, 1)
+    if not 0 < kept <= groups or num_experts % groups or (is_v3 and num_experts // groups < 2):
+        raise ValueError(f"n_group {groups} and topk_group {kept} don't cut {num_experts} experts into groups")
+    if fields.num_experts_per_tok > num_experts // groups * kept:
+        raise ValueError(f"num_experts_per_tok {fields.num_experts_per_tok} is more than topk_group's experts")
+    dense = min(fields.first_k_dense_replace, fields.num_hidden_layers)
+    if dense == fields.num_hidden_layers:
+        return None
+    return MixtureConfig(
+        num_experts=num_experts,
+        top_k=fields.num_experts_per_tok,
+        width=fields.moe_intermediate_size,
+        renormalises=is_v3 and bool(fields.norm_topk_prob),
+        scores="sigmoid" if is_v3 else "softmax",
+        groups=groups,
+        kept_groups=kept,
+        by_pairs=is_v3,
+        factor=fields.routed_scaling_factor,
+        has_bias=is_v3,
+        exact_scores=True,
+        shared=fields.n_shared_experts,
+        dense_layers=tuple(range(dense)),
+    )
+
+
+def _checked_fields(raw: dict[str, Any], architecture: str) -> _Fields:
     """The fields of this architecture. Raises ValueError for those that no model here can have."""
     for name, why in REFUSED_IF_SET.items():
         if raw.get(name) is not None:
@@ -335,6 +519,8 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 def _head_dim(fields: _Fields) -> int:
     heads = fields.num_attention_heads
+    if isinstance(fields, _Deepseek):
+        return fields.kv_lora_rank + fields.qk_rope_head_dim
     if isinstance(fields, _Llama) and fields.hidden_size % heads:
         raise ValueError(f"hidden_size {fields.hidden_size} is no multiple of num_attention_heads {heads}")
     given = None if fields.head_dim is UNSET else fields.head_dim
@@ -358,8 +544,14 @@ def _dtype(fields: _Fields) -> str:
     return dtype
 
 
-def _sliding(fields: _Llama | _Mistral | _Qwen2 | _Experts) -> tuple[int | None, tuple[bool, ...]]:
+def _sliding(fields: _Llama | _Mistral | _Qwen2 | _Experts | _Deepseek) -> tuple[int | None, tuple[bool, ...]]:
     """The window in tokens, and for each layer whether it has the window (empty: all do). Raises ValueError."""
+    if isinstance(fields, _Deepseek):
+        if fields.sliding_window is not None or fields.layer_types is not None:
+            raise ValueError(
+                "sliding windows are not supported beside latents; take sliding_window and layer_types out"
+            )
+        return None, ()
     if isinstance(fields, _Mistral):
         if fields.layer_types is not UNSET:
             raise ValueError("layer_types makes a mistral model a ministral one, which is not supported")

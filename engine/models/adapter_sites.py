@@ -37,11 +37,10 @@ class Site:
 
 def decoder_sites(config: ModelConfig, shard: Shard) -> tuple[Site, ...]:
     """The sites of our own decoder, of which this rank has the share `shard`."""
-    queries, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
     merged: dict[str, tuple[int, dict[str, int]]] = {
-        "self_attn.qkv_proj": (hidden, {"q_proj": queries, "k_proj": kv, "v_proj": kv}),
-        "self_attn.o_proj": (queries, {"o_proj": hidden}),
+        **_attention(config),
+        "self_attn.o_proj": (config.attended_size, {"o_proj": hidden}),
         "mlp.gate_up_proj": (hidden, {"gate_proj": inner, "up_proj": inner}),
         "mlp.down_proj": (inner, {"down_proj": hidden}),
     }
@@ -58,3 +57,18 @@ def decoder_sites(config: ModelConfig, shard: Shard) -> tuple[Site, ...]:
             ]
             sites.append(Site(f"layers.{layer}.{name}", tuple(parts)))
     return tuple(sites)
+
+
+def _attention(config: ModelConfig) -> dict[str, tuple[int, dict[str, int]]]:
+    """Products before a layer's attention. What expands latents is none: it multiplies queries."""
+    hidden, latents = config.hidden_size, config.latents
+    if latents is None:
+        queries, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        return {"self_attn.qkv_proj": (hidden, {"q_proj": queries, "k_proj": kv, "v_proj": kv})}
+    queries, row = config.num_heads * latents.query_width, latents.size + latents.rotated
+    if latents.query_size is None:
+        return {"self_attn.q_kv_a_proj": (hidden, {"q_proj": queries, "kv_a_proj_with_mqa": row})}
+    return {
+        "self_attn.q_a_kv_a_proj": (hidden, {"q_a_proj": latents.query_size, "kv_a_proj_with_mqa": row}),
+        "self_attn.q_b_proj": (latents.query_size, {"q_b_proj": queries}),
+    }

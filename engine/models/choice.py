@@ -79,7 +79,7 @@ def check_shares(folder: Path, options: ModelOptions, shard: Shard) -> int:
     if isinstance(config, ModelConfig):
         own, how = shard.config(config), config.quantisation
         widths = [own.intermediate_size] if own.mixture is None else [own.intermediate_size, own.mixture.width]
-        for inputs in (own.num_heads * own.head_dim, *widths):
+        for inputs in (own.attended_size, *widths):
             if how is not None and size > 1 and inputs % how.least_inputs:
                 raise ConfigError(
                     f"--tensor-parallel-size {size}: {inputs} inputs of a quantised layer on each rank are no whole "

@@ -1,4 +1,5 @@
-"""One decoder for Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE, in plain PyTorch over tandem's attention.
+"""One decoder for Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE and DeepSeek-V2 and V3, in plain PyTorch over
+tandem's attention.
 
 Legend: T tokens of the step (all sequences one after another), E hidden size, H query heads, K KV heads, D head_dim,
 V vocabulary. Projections are merged: QKV into one matrix, gate and up into one.
@@ -6,7 +7,7 @@ V vocabulary. Projections are merged: QKV into one matrix, gate and up into one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -15,9 +16,11 @@ from torch import nn
 
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_config import ModelConfig
-from tandem.engine.contracts.weights.quantisation import Quantisation
+from tandem.engine.contracts.weights.quantisation import MADE, Quantisation
 from tandem.engine.models.adapter_sites import Site, decoder_sites
 from tandem.engine.models.compiled import compiled
+from tandem.engine.models.layers.basic import Linear, RMSNorm
+from tandem.engine.models.layers.latents import LatentSelfAttention
 from tandem.engine.models.mixture_layer import MixtureOfExperts, StackedExperts
 from tandem.engine.models.rope import RotaryEmbedding
 from tandem.engine.models.stored_layers import empty_weight
@@ -26,88 +29,19 @@ from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
-from tandem.kernels.products import few_rows, quantised
+from tandem.kernels.products import few_rows
 from tandem.kernels.products.adapter_rows import AdapterStack
-from tandem.kernels.products.adapters import expand, expand_silu_mul, linear_and_low
-from tandem.kernels.products.fused_ops import HeadNorms, add_rms_norm, rms_norm, silu_mul
+from tandem.kernels.products.adapters import expand_silu_mul, linear_and_low
+from tandem.kernels.products.fused_ops import HeadNorms, silu_mul
 from tandem.kernels.products.matmul import group_gate_up, linear, linear_silu_mul
 from tandem.kernels.products.matmul_plans import GATE_UP_GROUP
 from tandem.kernels.products.quantised import RoundedRows
-from tandem.kernels.products.quantised_weight import QuantisedWeight
 from tandem.kernels.products.rotary_attention import (
     WantedTokens,
     rotary_attention,
     rotary_attention_of_wanted,
     traced_rotary_attention,
 )
-
-
-class Linear(nn.Linear):
-    """A linear layer that uses the fastest product for the number of rows. With `adapters`, rows that take one get its
-    product added. A quantised one has `quantised` in place of a weight."""
-
-    adapters: AdapterStack | None = None
-    quantised: QuantisedWeight | None = None
-
-    def hold(self, weight: QuantisedWeight) -> None:
-        """Takes a quantised weight in place of the parameter."""
-        if self.quantised is None:
-            del self.weight
-        self.quantised = weight
-
-    @property
-    def matrix(self) -> torch.Tensor | QuantisedWeight:
-        """What products multiply by, [out_features, in_features]."""
-        return self.weight if self.quantised is None else self.quantised
-
-    def some_outputs(self, x_TK: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Outputs `start` to `stop`, without adapters."""
-        weight = self.weight[start:stop] if self.quantised is None else self.quantised.rows(start, stop)
-        return linear(x_TK, weight, None if self.bias is None else self.bias[start:stop])
-
-    def take_adapters(self, stack: AdapterStack) -> None:
-        self.adapters = stack
-
-    def rounds(self, x_TK: torch.Tensor) -> bool:
-        """Whether rows like these may come rounded."""
-        return self.quantised is not None and self.adapters is None and quantised.rounds(x_TK, self.quantised)
-
-    def forward(self, x_TK: torch.Tensor | RoundedRows) -> torch.Tensor:
-        """x @ weight^T + bias, plus the adapters of the step's rows."""
-        if self.adapters is None or (rows := get_forward_context().adapters) is None:
-            return linear(x_TK, self.matrix, self.bias)
-        assert isinstance(x_TK, torch.Tensor)
-        out, low = linear_and_low(x_TK, self.matrix, self.bias, self.adapters, rows)
-        expand(out, low, self.adapters, rows)
-        return out
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm with learned weights; adds to the residual stream first, and sums ranks' parts, if there
-    are."""
-
-    def __init__(self, size: int, eps: float, group: TensorParallel | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
-        self._group = group
-
-    def forward(self, x_TE: torch.Tensor, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalises x, or residual += x (in place) when there is one; in a group x is this rank's part of it."""
-        if residual_TE is None:
-            return rms_norm(x_TE, self.weight, self.eps)
-        if self._group is not None:
-            return self._group.sum_add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
-        return add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
-
-    def before(
-        self, product: Linear | None, x_TE: torch.Tensor, residual_TE: torch.Tensor | None = None
-    ) -> torch.Tensor | RoundedRows:
-        """`forward`, rounded as the product would round it."""
-        if self._group is None and product is not None and product.rounds(x_TE):
-            return quantised.rounded_rms_norm(x_TE, residual_TE, self.weight, self.eps)
-        normed: torch.Tensor = self(x_TE, residual_TE)
-        return normed
 
 
 class SelfAttention(nn.Module):
@@ -125,13 +59,18 @@ class SelfAttention(nn.Module):
         self.attention = Attention(
             config.num_heads,
             config.head_dim,
-            config.head_dim**-0.5,
+            config.scale,
             config.num_kv_heads,
             sliding_window=config.window_of(layer),
             blocksparse_params=None if config.blocksparse is None else msgspec.structs.asdict(config.blocksparse),
             attn_backend=None if backend == "auto" else backend,
             layer_name=self.layer_name,
         )
+
+    @property
+    def first(self) -> Linear:
+        """What takes in hidden states."""
+        return self.qkv_proj
 
     def forward(
         self, x_TE: torch.Tensor | RoundedRows, positions_T: torch.Tensor, cos_sin: torch.Tensor
@@ -225,10 +164,12 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, backend: str, group: TensorParallel | None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
-        self.self_attn = SelfAttention(config, layer, backend)
+        attention = SelfAttention if config.latents is None else LatentSelfAttention
+        self.self_attn: SelfAttention | LatentSelfAttention = attention(config, layer, backend)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
         mixture = config.mixture
         is_dense = mixture is None or layer in mixture.dense_layers
+        self.is_dense_exception = is_dense and mixture is not None
         self.mlp = MLP(config) if is_dense or mixture is None else MixtureOfExperts(config.hidden_size, mixture)
 
     def forward(
@@ -242,7 +183,7 @@ class DecoderLayer(nn.Module):
         """(what is still to be added to the residual stream, the stream). With `wanted`, only those tokens."""
         summands = (residual_TE,) if x_TE is None else (x_TE, residual_TE)
         if wanted is None:
-            normed = self.input_layernorm.before(self.self_attn.qkv_proj, *summands)
+            normed = self.input_layernorm.before(self.self_attn.first, *summands)
             attended = self.self_attn(normed, positions_T, cos_sin)
         else:
             attended = self.self_attn.forward_wanted(self.input_layernorm(*summands), positions_T, cos_sin, wanted)
@@ -253,14 +194,18 @@ class DecoderLayer(nn.Module):
         return added, residual_TE
 
     def forward_few_rows(self, residual_RE: torch.Tensor, positions_R: torch.Tensor, cos_sin: torch.Tensor) -> None:
-        """`forward` of a decode step of few rows, in place: each product is fused with the operations around it."""
+        """`forward` of a decode step of few rows, in place: each product is fused with the operations around it, but
+        for the wide MLP that a layer without experts has among others with them."""
         self.self_attn.forward_few_rows(residual_RE, self.input_layernorm, positions_R, cos_sin)
         norm = self.post_attention_layernorm
-        self.mlp.forward_few_rows(residual_RE, norm.weight, norm.eps)
+        if self.is_dense_exception:
+            residual_RE += self.mlp(norm(residual_RE))
+        else:
+            self.mlp.forward_few_rows(residual_RE, norm.weight, norm.eps)
 
     def few_rows_products(self) -> tuple[tuple[int, int], ...]:
         """(outputs, inputs) of the products of `forward_few_rows`; none if it can't be called."""
-        blocks, of_mlp = (self.self_attn.qkv_proj, self.self_attn.o_proj), self.mlp.few_rows_products()
+        blocks, of_mlp = (self.self_attn.first, self.self_attn.o_proj), self.mlp.few_rows_products()
         if not of_mlp or any(block.quantised is not None for block in blocks):
             return ()
         return (*((block.out_features, block.in_features) for block in blocks), *of_mlp)
@@ -309,11 +254,11 @@ class DecoderModel(nn.Module):
         self.expert_counts = self._count_experts(device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_model_len + 2).to(device)
+        self.rotary = RotaryEmbedding(config.rope, config.rotary_size, config.max_model_len + 2).to(device)
         self.requires_grad_(False)
         self._few_rows_products: tuple[tuple[int, int], ...] = ()
         self._compiled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-        blocks = [module for module in self.modules() if isinstance(module, SelfAttention)]
+        blocks = [module for module in self.modules() if isinstance(module, SelfAttention | LatentSelfAttention)]
         self.attention_layers: dict[str, Attention] = {block.layer_name: block.attention for block in blocks}
 
     def _count_experts(self, device: torch.device | str) -> torch.Tensor | None:
@@ -338,6 +283,8 @@ class DecoderModel(nn.Module):
         for name, module in self.layers.named_modules():
             if isinstance(module, Linear) and how.leaves_out_merged(f"model.layers.{name}"):
                 continue
+            if how.stored == MADE and name.endswith("kv_b_proj"):  # it would only be made plain again
+                continue
             try:
                 if isinstance(module, StackedExperts):
                     module.quantise(how, f"layers.{name}", self.config.architecture, scale_dtype, device)
@@ -352,10 +299,17 @@ class DecoderModel(nn.Module):
         for module in self.modules():
             if isinstance(module, MLP):
                 module.group()
-        first = self.layers[0]
-        assert isinstance(first, DecoderLayer)
-        are_alike = self.config.mixture is None or not self.config.mixture.dense_layers
-        self._few_rows_products = first.few_rows_products() if are_alike else ()
+            elif isinstance(module, LatentSelfAttention):
+                module.finish_loading(self.embed_tokens.weight.dtype)
+            elif isinstance(module, MixtureOfExperts):
+                module.fold_shared()
+        ordinary = [layer for layer in self._layers() if not layer.is_dense_exception]
+        self._few_rows_products = ordinary[0].few_rows_products() if ordinary else ()
+
+    def _layers(self) -> Iterator[DecoderLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield layer
 
     def adapter_sites(self) -> tuple[Site, ...]:
         """The products that adapters may be added to, as this rank computes them."""
@@ -386,9 +340,8 @@ class DecoderModel(nn.Module):
         residual_TE = self.embed_tokens(input_ids_T)
         cos_sin = self.rotary.table()
         if self._takes_few_rows(residual_TE, wanted):
-            for layer in self.layers:
-                assert isinstance(layer, DecoderLayer)
-                layer.forward_few_rows(residual_TE, positions_T, cos_sin)
+            for each in self._layers():
+                each.forward_few_rows(residual_TE, positions_T, cos_sin)
             few: torch.Tensor = self.norm(residual_TE)
             return few
         x_TE = None
@@ -407,9 +360,10 @@ class DecoderModel(nn.Module):
         """Has torch.compile make all but attention, when a pass first runs. Raises ConfigError for what can't be."""
         if self.group is not None or any(isinstance(each, Linear) and each.adapters for each in self.modules()):
             raise ConfigError("--compile goes neither with --tensor-parallel-size nor --enable-lora: leave one out")
-        if self.config.mixture is not None:
+        if self.config.mixture is not None or self.config.latents is not None:
+            what = "experts" if self.config.latents is None else "latents"
             raise ConfigError(
-                "--compile doesn't go with experts, whose kernels it would not use: leave it out, or take --model-impl "
+                f"--compile doesn't go with {what}, whose kernels it would not use: leave it out, or take --model-impl "
                 "transformers"
             )
         if self.config.quantisation is not None:

@@ -46,7 +46,9 @@ def load_model(
         model.finish_loading()
         return model.eval()
     needed = {name: tuple(part.shape) for name, part in _targets(whole, config).items()}
-    stored = check_weights(folder, needed, config.tie_word_embeddings, quantised_layers.needed_of(whole))
+    # DeepSeek-V3's checkpoints hold layers behind the last that guess tokens (MTP): they aren't read.
+    unread = f"model.layers.{config.num_layers}." if config.latents is not None else None
+    stored = check_weights(folder, needed, config.tie_word_embeddings, quantised_layers.needed_of(whole), unread)
     if config.tie_word_embeddings and "lm_head.weight" in stored:
         _check_tied(stored)
     model = DecoderModel(config, dtype, device, attention_backend, group, quantised_layers.scale_dtype(stored))

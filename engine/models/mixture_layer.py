@@ -8,17 +8,20 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_config import MixtureConfig
 from tandem.engine.contracts.weights.quantisation import Quantisation
+from tandem.engine.models.layers.basic import Linear
 from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.experts.mixture import Stack, add_mixture, mixture, takes_few
 from tandem.kernels.experts.plans import Routing
-from tandem.kernels.experts.routing import route
+from tandem.kernels.experts.routing import exact_logits, route
 from tandem.kernels.experts.stacked import StackedWeight, empty_stacked
 from tandem.kernels.experts.tally import Tally
 from tandem.kernels.products import few_rows
 from tandem.kernels.products.matmul import linear
+from tandem.kernels.products.quantised_weight import QuantisedWeight
 
 # Where a checkpoint has a layer's mixture, and its experts' gate, up and down.
 PLAIN = ("mlp", ("gate_proj", "up_proj", "down_proj"))
@@ -26,15 +29,17 @@ MIXTRAL = ("block_sparse_moe", ("w1", "w3", "w2"))
 
 
 class StackedExperts(nn.Module):
-    """The matrices of all experts. In a group those of this rank: a share of every expert's width, or whole experts."""
+    """The matrices of all experts, those shared last. In a group those of this rank: a share of every expert's width,
+    or whole experts."""
 
     gate_up_proj: Stack
     down_proj: Stack
 
     def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(len(config.own), 2 * config.width, hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(len(config.own), hidden_size, config.width))
+        num_experts = len(config.own) + config.shared
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * config.width, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, config.width))
 
     def quantise(
         self,
@@ -66,22 +71,57 @@ class StackedExperts(nn.Module):
 
 
 class ExpertScores(nn.Module):
-    """What makes a score for every expert of a token."""
-
-    def __init__(self, hidden_size: int, num_experts: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-
-
-class MixtureOfExperts(nn.Module):
-    """A layer's mixture: each token goes to its best experts, by the softmax of the router's scores."""
+    """What makes a score for every expert of a token, and what is added to that where experts are compared."""
 
     def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
         super().__init__()
-        self.gate = ExpertScores(hidden_size, config.num_experts)
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+        bias = nn.Parameter(torch.empty(config.num_experts, dtype=torch.float32)) if config.has_bias else None
+        self.e_score_correction_bias = bias
+
+
+class SharedExperts(nn.Module):
+    """The experts that every token takes, as checkpoints have them: one MLP as wide as all together. It computes
+    nothing: its matrices go among those of the others."""
+
+    def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(hidden_size, 2 * config.shared * config.width, bias=False)
+        self.down_proj = Linear(config.shared * config.width, hidden_size, bias=False)
+
+
+class MixtureOfExperts(nn.Module):
+    """A layer's mixture: each token goes to its best experts by the router's scores, and to those shared."""
+
+    def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
+        super().__init__()
+        self.gate = ExpertScores(hidden_size, config)
         self.experts = StackedExperts(hidden_size, config)
-        self.routing = Routing(config.top_k, renormalises=config.renormalises, held=config.held)
+        self.shared_experts = SharedExperts(hidden_size, config) if config.shared else None
+        self.routing = Routing(
+            config.top_k, renormalises=config.renormalises, scores=config.scores, groups=config.groups,
+            kept_groups=config.kept_groups, by_pairs=config.by_pairs, factor=config.factor, held=config.held,
+            shared=config.shared,
+        )  # fmt: skip
+        self._has_exact_scores = config.exact_scores
         self._counts_X: torch.Tensor | None = None
+
+    def fold_shared(self) -> None:
+        """Puts the shared experts' matrices behind the others', once both are filled. An MLP is the sum of what its
+        columns make, so it is cut into experts as wide as the others. Raises ConfigError where they are stored unlike
+        the others."""
+        own, stacks, count = self.shared_experts, self.experts, self.routing.shared
+        if own is None:
+            return
+        width = own.down_proj.in_features // count
+        for number in range(count):
+            place, start = number - count, number * width
+            for half, offset in ((0, start), (width, count * width + start)):
+                rows = part_of(own.gate_up_proj, slice(offset, offset + width), None)
+                fill_part(stacks.gate_up_proj, place, slice(half, half + width), rows)
+            columns = part_of(own.down_proj, None, slice(start, start + width))
+            fill_part(stacks.down_proj, place, slice(own.down_proj.out_features), columns)
+        self.shared_experts = None
 
     def count_in(self, counts_X: torch.Tensor) -> None:
         """Has it be counted, int32, how many tokens each of all experts is chosen by, from now on."""
@@ -94,24 +134,50 @@ class MixtureOfExperts(nn.Module):
         slots_T = metadata.slot_mapping
         return Tally(self._counts_X, slots_T) if len(slots_T) == num_tokens else None
 
+    def _chosen(self, logits_TX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return route(logits_TX, self.routing, self.gate.e_score_correction_bias, self._tally(len(logits_TX)))
+
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        ids_Tk, weights_Tk = route(linear(x_TE, self.gate.weight), self.routing, tally=self._tally(len(x_TE)))
-        experts, num_experts = self.experts, len(self.gate.weight)
+        product = exact_logits if self._has_exact_scores else linear
+        ids_Tk, weights_Tk = self._chosen(product(x_TE, self.gate.weight))
+        experts, num_experts = self.experts, len(self.gate.weight) + self.routing.shared
         return mixture(x_TE, ids_Tk, weights_Tk, experts.gate_up_proj, experts.down_proj, num_experts=num_experts)
 
     def forward_few_rows(self, residual_RE: torch.Tensor, gain_E: torch.Tensor, eps: float) -> None:
         """residual += mixture of the normalised residual, in four launches."""
-        scores_RX = few_rows.norm_linear(residual_RE, gain_E, eps, self.gate.weight)
-        ids_Rk, weights_Rk = route(scores_RX, self.routing, tally=self._tally(len(scores_RX)))
+        dtype = torch.float32 if self._has_exact_scores else None
+        ids_Rk, weights_Rk = self._chosen(few_rows.norm_linear(residual_RE, gain_E, eps, self.gate.weight, dtype=dtype))
         experts = self.experts
         add_mixture(residual_RE, (gain_E, eps), ids_Rk, weights_Rk, experts.gate_up_proj, experts.down_proj)
 
     def few_rows_products(self) -> tuple[tuple[int, int], ...]:
         """(outputs, inputs) of `forward_few_rows`'s product that isn't over experts; none if it can't be called."""
-        if not takes_few(self.gate.weight[:1], self.routing.top_k, self.experts.gate_up_proj, self.experts.down_proj):
+        if not takes_few(self.gate.weight[:1], self.routing.num_ids, self.experts.gate_up_proj, self.experts.down_proj):
             return ()
         num_experts, hidden_size = self.gate.weight.shape
         return ((num_experts, hidden_size),)
+
+
+def part_of(layer: Linear, rows: slice | None, columns: slice | None) -> torch.Tensor | QuantisedWeight:
+    """Some outputs or inputs of a layer's weight. Raises ConfigError for inputs that cut groups apart."""
+    if layer.quantised is None:
+        return layer.weight[rows or slice(None), columns or slice(None)]
+    try:
+        whole = layer.quantised if rows is None else layer.quantised.rows(rows.start, rows.stop)
+        return whole if columns is None else whole.columns(columns.start, columns.stop)
+    except ValueError as error:
+        raise ConfigError(f"shared experts can't be cut like the others: {error}; use a checkpoint in bf16") from None
+
+
+def fill_part(stack: Stack, place: int, rows: slice, part: torch.Tensor | QuantisedWeight) -> None:
+    """Some outputs of an expert, counted from the end, become `part`. Raises ConfigError where one is quantised and the
+    other isn't."""
+    if isinstance(stack, torch.Tensor) and isinstance(part, torch.Tensor):
+        stack[place, rows].copy_(part)
+    elif isinstance(stack, StackedWeight) and isinstance(part, QuantisedWeight):
+        stack.rows(place, rows.start or 0, rows.stop).copy_(part)
+    else:
+        raise ConfigError("shared experts are quantised, others not, or the other way; use a checkpoint in bf16")
 
 
 def expert_layers(name: str, num_rows: int, own: range, architecture: str) -> dict[str, tuple[int, int, int]]:
@@ -137,6 +203,6 @@ def mixture_parts(name: str, parameter: torch.Tensor, architecture: str, own: ra
         return {f"model.{layer}.{block}.gate.weight": parameter}
     if not found or not part_of.startswith("experts."):
         return {}
-    assert len(own) == len(parameter), f"{name} has {len(parameter)} experts, not {own}"
+    assert len(own) <= len(parameter), f"{name} has {len(parameter)} experts, not {own}"  # those shared come last
     layers = expert_layers(name, parameter.shape[1], own, architecture)
     return {f"{part}.weight": parameter[place, start:stop] for part, (place, start, stop) in layers.items()}

@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
 from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.models import dummy_weights
-from tandem.engine.models.decoder import DecoderModel, Linear
+from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.models.layers.basic import Linear
 from tandem.engine.models.mixture_layer import StackedExperts, expert_layers
 from tandem.engine.models.stored_layers import made_of, needed_tensors, weight_of
 from tandem.engine.models.weights import Needed, StoredTensor
@@ -26,6 +27,12 @@ def part_rows(name: str, num_rows: int, config: ModelConfig) -> dict[str, tuple[
     """Name in the checkpoint -> the rows of the parameter or module `name` that it fills: all, or a run of what is
     merged into it."""
     full = name if name.startswith("lm_head") else f"model.{name}"
+    for merged, part in (("q_a_kv_a_proj", "q_a_proj"), ("q_kv_a_proj", "q_proj")):
+        if merged in full:
+            assert config.latents is not None, name
+            first = num_rows - config.latents.size - config.latents.rotated
+            own = {part: (0, first), "kv_a_proj_with_mqa": (first, num_rows)}
+            return {full.replace(merged, each): run for each, run in own.items()}
     if "qkv_proj" in full:
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         runs = zip(("q", "k", "v"), ((0, q), (q, q + kv), (q + kv, q + 2 * kv)), strict=True)

@@ -101,17 +101,26 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def check_weights(
-    folder: Path, needed: Mapping[str, tuple[int, ...]], tied: bool, quantised: Mapping[str, Needed] | None = None
+    folder: Path,
+    needed: Mapping[str, tuple[int, ...]],
+    tied: bool,
+    quantised: Mapping[str, Needed] | None = None,
+    unread: str | None = None,
 ) -> dict[str, StoredTensor]:
     """The folder's tensors, once they are exactly those of `needed` (name -> shape) and `quantised`.
 
-    Left out: rotary frequency buffers of old checkpoints, and of quantised layers what isn't read.
+    Left out: rotary frequency buffers of old checkpoints, of quantised layers what isn't read, and all whose names
+    begin as `unread`.
     Kept although not needed: a `tied` model's lm_head.weight, which the loader compares with the embedding.
     Raises CheckpointError that names the first wrong tensor.
     """
     quantised = quantised or {}
     layers = {name.rpartition(".")[0] for name in quantised}
-    stored = {name: one for name, one in stored_tensors(folder).items() if not _is_passed_over(name, layers)}
+    stored = {
+        name: one
+        for name, one in stored_tensors(folder).items()
+        if not (_is_passed_over(name, layers) or (unread is not None and name.startswith(unread)))
+    }
     plain = {**needed, "lm_head.weight": needed["model.embed_tokens.weight"]} if tied else dict(needed)
     wanted = {name: Needed((shape,), PLAIN_DTYPES) for name, shape in plain.items()} | dict(quantised)
     for name, tensor in stored.items():

@@ -70,7 +70,13 @@ class Shard:
     def cut(self, name: str, config: ModelConfig) -> Cut | None:
         """What this rank takes of the stored tensor `name`, a name of the checkpoint. None: all of it."""
         part = name.rpartition(".")[0].rpartition(".")[2]
-        if part in ("q_proj", "o_proj"):
+        if part == "o_proj":
+            start, stop = self._run(config.attended_size)
+        elif config.latents is not None and part in ("q_proj", "q_b_proj", "kv_b_proj"):
+            latents = config.latents
+            width = latents.key_width + latents.value_width if part == "kv_b_proj" else latents.query_width
+            start, stop = self._run(config.num_heads * width)
+        elif part == "q_proj":
             start, stop = self._run(config.num_heads * config.head_dim)
         elif part in ("k_proj", "v_proj"):
             heads = self.kv_heads(config.num_kv_heads)
@@ -79,7 +85,7 @@ class Shard:
             is_expert = config.mixture is not None and ".experts." in name
             if is_expert and self.expert_parallel:
                 return None
-            start, stop = self._run(config.mixture.width if is_expert and config.mixture else config.intermediate_size)
+            start, stop = self._run(_mlp_width(name, config))
         elif part == "lm_head":
             start, stop = self.vocab(config)
         else:
@@ -102,6 +108,8 @@ class Shard:
             shared_out["MLP columns"] = config.intermediate_size
         if mixture is not None and not self.expert_parallel:
             shared_out["columns of an expert (--enable-expert-parallel shares out whole experts)"] = mixture.width
+        if self.expert_parallel and mixture is not None and mixture.shared:
+            raise ConfigError("--enable-expert-parallel: the model has experts that all tokens share; leave it out")
         if self.expert_parallel and (mixture is None or mixture.num_experts < self.size):
             what = "no" if mixture is None else f"only {mixture.num_experts}"
             raise ConfigError(
@@ -116,3 +124,10 @@ class Shard:
                 f"--tensor-parallel-size {self.size} neither divides the model's {kv_heads} KV heads nor is a multiple "
                 "of them"
             )
+
+
+def _mlp_width(name: str, config: ModelConfig) -> int:
+    """Columns of the MLP that the stored tensor `name` belongs to."""
+    if config.mixture is not None and ".shared_experts." in name:
+        return config.mixture.shared * config.mixture.width
+    return config.mixture.width if config.mixture is not None and ".experts." in name else config.intermediate_size

@@ -19,23 +19,13 @@ import torch
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.backend import PagedKV, Prefill
 from tandem.kernels.api.forward_context import get_forward_context
-from tandem.kernels.api.metadata import RowBatch
+from tandem.kernels.api.metadata import AttentionMetadata, RowBatch
 from tandem.kernels.backends.gather import gather_blocks
+from tandem.kernels.latents.new_rows import NewLatents, store_and_absorb, store_and_rotate, values_of
+from tandem.kernels.reference import latents as twins
 
 # Keys and values of earlier tokens that are made at once, in bytes, before heads take turns; a guess.
 MADE_BYTES = 256 << 20
-
-
-def latent_attention(
-    query_THD: torch.Tensor, row_TR: torch.Tensor, weight_OL: torch.Tensor, layer_name: str
-) -> torch.Tensor:
-    """[T, H, V]: attention of one layer of the current forward pass, as one custom op (`tandem::latent_attention`).
-
-    `row_TR` [T, L + P]: what is stored of the new tokens. `weight_OL` [H * (N + V), L]: of each head first what makes
-    its key, then what makes its value. Hooks run as in `unified_attention`.
-    """
-    output: torch.Tensor = torch.ops.tandem.latent_attention(query_THD, row_TR, weight_OL, layer_name)
-    return output
 
 
 class Heads(NamedTuple):
@@ -72,47 +62,59 @@ class _Earlier(NamedTuple):
     rows: RowBatch
 
 
-def _latent_attention(
-    query_THD: torch.Tensor, row_TR: torch.Tensor, weight_OL: torch.Tensor, layer_name: str
-) -> torch.Tensor:
+def latent_attention(new: NewLatents, weight_OL: torch.Tensor, layer_name: str) -> torch.Tensor:
+    """[T, H, V]: attention of one layer of the current forward pass, whose rows are stored first.
+
+    `weight_OL` [H * (N + V), L]: of each head first what makes its key, then what makes its value. Hooks run as in
+    `unified_attention`.
+    """
     context = get_forward_context()
     layer, metadata = context.layer(layer_name), context.metadata_of(layer_name)
     cache = layer.kv_cache[context.virtual_engine]
-    heads = _heads_of(query_THD, row_TR, weight_OL)
-    output_THV = query_THD.new_empty(*query_THD.shape[:2], heads.value_HVL.shape[1])
+    num_heads = new.query_THD.shape[1]
+    rotated = new.cos_sin_CP.shape[1]
+    heads = Heads.of(weight_OL, num_heads, new.query_THD.shape[2] - rotated)
+    output_THV = new.query_THD.new_empty(len(new.query_THD), num_heads, heads.value_HVL.shape[1])
     if context.hooks is not None:
         context.hooks.wait_for_kv_layer(layer_name)
     if not cache.numel():
-        output_THV.copy_(_in_full_heads(layer, None, query_THD, row_TR, heads, metadata.all_rows()))
+        output_THV.copy_(_in_full_heads(layer, None, *new.finished(), heads, metadata.all_rows()))
     else:
-        layer.store(row_TR[:, None], row_TR[:, None], cache, metadata)
-        num_decode = metadata.num_decode_rows
-        if num_decode:
-            output_THV[:num_decode] = _absorbed(layer, cache, query_THD[:num_decode], heads, metadata.decode_rows())
-        if num_decode < metadata.num_rows:
-            rest = slice(num_decode, None)
-            output_THV[rest] = _in_full_heads(
-                layer, cache, query_THD[rest], row_TR[rest], heads, metadata.prefill_rows()
-            )
+        _attend(layer, cache, new, heads, metadata, output_THV)
     if context.hooks is not None:
         context.hooks.save_kv_layer(layer_name, cache, metadata)
     return output_THV
 
 
-def _heads_of(query_THD: torch.Tensor, row_TR: torch.Tensor, weight_OL: torch.Tensor) -> Heads:
-    rotated = row_TR.shape[1] - weight_OL.shape[1]
-    return Heads.of(weight_OL, query_THD.shape[1], query_THD.shape[2] - rotated)
-
-
-def _absorbed(
-    layer: Attention, cache: torch.Tensor, query_MHD: torch.Tensor, heads: Heads, rows: RowBatch
-) -> torch.Tensor:
-    """[M, H, V] of decode rows, whose keys and values are never made."""
-    key_width, latent_width = heads.key_HNL.shape[1:]
-    query_HML = torch.bmm(query_MHD[..., :key_width].transpose(0, 1), heads.key_HNL)
-    query_MHR = torch.cat((query_HML.transpose(0, 1), query_MHD[..., key_width:]), dim=-1)
-    summed_MHL = layer.decode(query_MHR, cache, rows)[..., :latent_width]
-    return torch.bmm(summed_MHL.transpose(0, 1), heads.value_HVL.transpose(1, 2)).transpose(0, 1)
+def _attend(
+    layer: Attention,
+    cache: torch.Tensor,
+    new: NewLatents,
+    heads: Heads,
+    metadata: AttentionMetadata,
+    output_THV: torch.Tensor,
+) -> None:
+    """Fills `output_THV`. All rows are stored before the first attends."""
+    num_decode = metadata.num_decode_rows
+    decode, rest = slice(num_decode), slice(num_decode, None)
+    has_prompts = num_decode < metadata.num_rows
+    query_MHR = prompts = None
+    if new.is_fused:
+        rows, slots = cache[:, 0, 0], metadata.slot_mapping
+        if num_decode:
+            query_MHR = store_and_absorb(new.some(decode), heads.key_HNL, rows, slots[decode])
+        if has_prompts:
+            prompts = store_and_rotate(new.some(rest), rows, slots[rest])
+    else:
+        query_THD, row_TR = new.finished()
+        layer.store(row_TR[:, None], row_TR[:, None], cache, metadata)
+        query_MHR = twins.absorbed(query_THD[decode], heads.key_HNL) if num_decode else None
+        prompts = (query_THD[rest], row_TR[rest]) if has_prompts else None
+    if query_MHR is not None:
+        summed_MHR = layer.decode(query_MHR, cache, metadata.decode_rows())
+        values_of(summed_MHR[..., : heads.key_HNL.shape[2]], heads.value_HVL, output_THV[decode])
+    if prompts is not None:
+        output_THV[rest] = _in_full_heads(layer, cache, *prompts, heads, metadata.prefill_rows())
 
 
 def _in_full_heads(
@@ -178,16 +180,3 @@ def _made(heads: Heads, row_MR: torch.Tensor, width: int, block_size: int) -> Pa
     for plane, each_MHW in enumerate(heads.keys_and_values(row_MR, width)):
         made[:, :, plane] = each_MHW.view(num_blocks, block_size, num_heads, width).transpose(1, 2)
     return PagedKV.of_layer(made)
-
-
-def _latent_attention_fake(
-    query_THD: torch.Tensor, row_TR: torch.Tensor, weight_OL: torch.Tensor, layer_name: str
-) -> torch.Tensor:
-    heads = _heads_of(query_THD, row_TR, weight_OL)
-    return query_THD.new_empty(*query_THD.shape[:2], heads.value_HVL.shape[1])
-
-
-_library = torch.library.Library("tandem", "FRAGMENT")
-_library.define("latent_attention(Tensor query, Tensor row, Tensor weight, str layer_name) -> Tensor")
-_library.impl("latent_attention", _latent_attention, "CompositeExplicitAutograd")
-torch.library.register_fake("tandem::latent_attention", _latent_attention_fake, lib=_library)

@@ -26,7 +26,8 @@ class Routing:
     experts are made to add up to 1. `groups`: neighbouring experts form so many; only those of the best `kept_groups`
     are chosen from (DeepSeek-V2, V3: arXiv 2405.04434, 2412.19437), by their best expert or, `by_pairs`, by the sum
     of their two best. `factor`: weights are multiplied by it at last. `held`: the first of the experts that are here,
-    and the one after the last (None: all); their ids count from the first, and others are NOT_HERE.
+    and the one after the last (None: all); their ids count from the first, and others are NOT_HERE. `shared`: so many
+    more experts, which lie behind all others, go with every token's choice, each with a weight of 1.
     """
 
     top_k: int
@@ -37,6 +38,12 @@ class Routing:
     by_pairs: bool = False
     factor: float = 1.0
     held: tuple[int, int] | None = None
+    shared: int = 0
+
+    @property
+    def num_ids(self) -> int:
+        """How many experts a token goes to."""
+        return self.top_k + self.shared
 
 
 class FewPlan(NamedTuple):

@@ -97,10 +97,15 @@ def _trial_tensors(
 
 
 def norm_linear(
-    x_RE: torch.Tensor, gain_E: torch.Tensor, eps: float, weight_NE: torch.Tensor, bias_N: torch.Tensor | None = None
+    x_RE: torch.Tensor,
+    gain_E: torch.Tensor,
+    eps: float,
+    weight_NE: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """rms_norm(x) @ weight^T + bias -> [R, N]; the norm's statistics and result in fp32."""
-    return _launch(x_RE, weight_NE, None, bias_N=bias_N, norm=(gain_E, eps))
+    """rms_norm(x) @ weight^T + bias -> [R, N] in x's type, or in `dtype`; the norm's statistics and result in fp32."""
+    return _launch(x_RE, weight_NE, None, bias_N=bias_N, norm=(gain_E, eps), dtype=dtype)
 
 
 def norm_linear_silu_mul(
@@ -125,6 +130,7 @@ def _launch(
     bias_N: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
     silu: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     from tandem.kernels.triton_kernels.products.matmul_launch import launch_rows
 
@@ -133,6 +139,6 @@ def _launch(
     out = residual_RN
     if out is None:
         num_outputs = weight_NK.shape[0] // (2 if silu else 1)
-        out = torch.empty((x_RK.shape[0], num_outputs), dtype=x_RK.dtype, device=x_RK.device)
+        out = torch.empty((x_RK.shape[0], num_outputs), dtype=dtype or x_RK.dtype, device=x_RK.device)
     launch_rows(plan, x_RK, weight_NK, out, bias_N=bias_N, silu=silu, norm=norm, adds=residual_RN is not None)
     return out

@@ -18,13 +18,13 @@ from tandem.kernels.experts.tally import Tally
 def route(
     logits_TX: torch.Tensor, routing: Routing, bias_X: torch.Tensor | None = None, tally: Tally | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids int32 [T, k] and weights fp32 [T, k]: the best experts of each token, the best first; NOT_HERE for others
-    than those held."""
+    """ids int32 [T, k] and weights fp32 [T, k]: the best experts of each token, the best first, then those shared;
+    NOT_HERE for others than those held."""
     logits = logits_TX.float()
     scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1)
     choice = scores if bias_X is None else scores + bias_X
     if routing.groups > 1:
-        by_group = choice.view(len(choice), routing.groups, -1)
+        by_group = choice.unflatten(1, (routing.groups, -1))
         best = by_group.topk(2, -1).values.sum(-1) if routing.by_pairs else by_group.amax(-1)
         kept = torch.zeros_like(best).scatter_(1, best.topk(routing.kept_groups, -1).indices, 1.0)
         choice = by_group.masked_fill(kept[:, :, None] == 0, float("-inf")).flatten(1)
@@ -38,7 +38,13 @@ def route(
     if routing.held is not None:
         first, end = routing.held
         ids = torch.where((ids >= first) & (ids < end), ids - first, NOT_HERE)
-    return ids.int(), weights * routing.factor
+    weights = weights * routing.factor
+    if routing.shared:
+        assert routing.held is None, "shared experts are on every rank, or on one"
+        others = torch.arange(logits.shape[1], logits.shape[1] + routing.shared, device=ids.device)
+        ids = torch.cat((ids, others.expand(len(ids), -1)), dim=1)
+        weights = torch.cat((weights, weights.new_ones(len(ids), routing.shared)), dim=1)
+    return ids.int(), weights
 
 
 def mixture(

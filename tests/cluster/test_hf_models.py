@@ -1,5 +1,5 @@
-"""Models that run by transformers' modules, and mixtures of experts that run by ours: greedy tokens equal
-transformers', on one node and split over two."""
+"""Models that run by transformers' modules, and mixtures of experts and models with latents that run by ours: greedy
+tokens equal transformers', on one node and split over two."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiny_models import check_greedy, random_prompt, tiny_model
 LENGTHS = (1, 17, 90, 130)
 
 
-RARER = ("phi", "granite", "deepseek_v2")  # like others of the list
+RARER = ("phi", "granite")  # like others of the list
 OURS = ("mixtral", "qwen3_moe")  # these run by modules of our own
 # What an adapter of each is for; "all-linear" of PEFT would say as much.
 ADAPTED = {

@@ -21,7 +21,7 @@ from tiny_models import check_greedy, random_prompt, tiny_model
 LENGTHS = (1, 17, 64, 130)
 NUM_TOKENS = 24
 GRAMMAR = "start: /[a-z ]{10,20}/"
-RARER = ("gpt_neox", "phi3", "gemma2", "gemma3_text", "olmo2")  # each in processes of its own
+RARER = ("deepseek_v3", "gpt_neox", "phi3", "gemma2", "gemma3_text", "olmo2")  # each in processes of its own
 NUM_BLOCKS = 14  # each prompt fits, all of them with their output don't
 
 
@@ -61,8 +61,11 @@ def test_two_ranks_make_the_tokens_of_one(kind: str, ranks: int) -> None:
         check_greedy(tiny_model(kind), random_prompt(length, length), two["tokens"][f"1-g{length}-0"], NUM_TOKENS)
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", *(pytest.param(each, marks=pytest.mark.slow) for each in RARER)])
-def test_two_ranks_of_a_model_of_transformers(family: str) -> None:
+@pytest.mark.parametrize(
+    "family", ["glm4_moe", "deepseek_v2", *(pytest.param(each, marks=pytest.mark.slow) for each in RARER)]
+)
+def test_two_ranks_make_the_tokens_of_transformers(family: str) -> None:
+    """Of models that run by its modules, and of DeepSeek, whose latents are whole on every rank."""
     prompts = {f"g{length}": random_prompt(length, length) for length in LENGTHS[1:]}
     asked = [{"name": name, "prompt": prompt, "max_tokens": NUM_TOKENS} for name, prompt in prompts.items()]
     spec = {"model": tiny_hf_model(family), "sizes": [2], "num_blocks": NUM_BLOCKS, "requests": asked}

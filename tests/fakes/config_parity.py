@@ -60,7 +60,27 @@ BASES["qwen3_moe"] = {
     **_EXPERTS,
     **_COMMON,
 }
-for _name, _base in BASES.items():
+_LATENTS: dict[str, Any] = {
+    **_COMMON,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+del _LATENTS["head_dim"]
+# Tests of others' fields go through BASES.
+LATENT_BASES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "greedy", **_LATENTS},
+    "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], "n_group": 2, "topk_group": 1, **_LATENTS},
+}
+for _name, _base in {**BASES, **LATENT_BASES}.items():
     _base["model_type"] = _name
 
 
@@ -85,7 +105,8 @@ class Verdict:
 
 
 def changed(kind: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in {**BASES[kind], **changes}.items() if value is not MISSING}
+    base = {**BASES, **LATENT_BASES}[kind]
+    return {name: value for name, value in {**base, **changes}.items() if value is not MISSING}
 
 
 def judge(raw: Mapping[str, Any], folder: Path) -> Verdict:
@@ -118,7 +139,8 @@ def judge(raw: Mapping[str, Any], folder: Path) -> Verdict:
 def _as_stored(theirs: torch.nn.Module, config: ModelConfig) -> dict[str, torch.Tensor]:
     """transformers' parameters by their names in checkpoints, which have experts one by one."""
     weights: dict[str, torch.Tensor] = {}
-    for name, parameter in theirs.named_parameters():
+    biases = ((name, each) for name, each in theirs.named_buffers() if name.endswith("e_score_correction_bias"))
+    for name, parameter in (*theirs.named_parameters(), *biases):
         own = name.removeprefix("model.")
         experts = config.mixture.own if config.mixture is not None else range(0)
         weights |= mixture_parts(own, parameter, config.architecture, experts) or {name: parameter}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,8 @@ from tandem.kernels.api.forward_context import ForwardContext, set_forward_conte
 from tandem.kernels.api.latent_attention import latent_attention
 from tandem.kernels.api.metadata import AttentionMetadata, AttentionMetadataBuilder, RowBatch, slots_of
 from tandem.kernels.api.spec import AttentionSpec
+from tandem.kernels.latents.new_rows import NewLatents
+from tandem.kernels.reference.latents import finished_rows, rotated_queries
 
 
 @dataclass
@@ -27,6 +29,7 @@ class Case:
     metadata: AttentionMetadata
     rows: list[torch.Tensor]  # every token of each sequence
     scale: float
+    new: NewLatents  # the new tokens before they are normalised and rotated to `query_THD` and `row_TR`
 
     @property
     def latent_size(self) -> int:
@@ -52,13 +55,13 @@ class Case:
     def run(self, layer: Attention) -> torch.Tensor:
         layer.bind(self.cache)
         with set_forward_context(ForwardContext(self.metadata, {"l": layer})):
-            return latent_attention(self.query_THD, self.row_TR, self.weight_OL, "l")
+            return latent_attention(self.new, self.weight_OL, "l")
 
 
 def made_case(
     query_lens: Sequence[int], seq_lens: Sequence[int], heads: int, latent: int, rotated: int, block: int,
     dtype: torch.dtype = torch.float32, device: str = "cpu", key_width: int = 16, value_width: int = 12,
-    unused: float = 0.0,
+    unused: float = 0.0, interleaved: bool = True,
 ) -> Case:  # fmt: skip
     """Rows with one new token first. `unused`: what lies in slots that nobody uses."""
     generator = torch.Generator().manual_seed(3)
@@ -69,19 +72,49 @@ def made_case(
     counts = [-(-length // block) for length in seq_lens]
     ids = torch.randperm(sum(counts) + 2, generator=generator).tolist()
     tables = [[ids.pop() for _ in range(count)] for count in counts]
+    new_tokens = new_latents(query_lens, seq_lens, heads, latent, rotated, key_width, numbers, interleaved=interleaved)
+    query, made = finished(new_tokens)
     pool = torch.full((sum(counts) + 2, 1, 3, 1, block, latent + rotated), unused, dtype=dtype, device=device)
-    cache, rows, new, slots = pool[:, :, 1], [], [], []
-    for table, length, fresh in zip(tables, seq_lens, query_lens, strict=True):
-        row = numbers(length, latent + rotated)
+    cache, rows, slots = pool[:, :, 1], [], []
+    for table, length, fresh, own in zip(tables, seq_lens, query_lens, made.split(list(query_lens)), strict=True):
+        row = torch.cat((numbers(length - fresh, latent + rotated), own))
         earlier = torch.from_numpy(slots_of(table, 0, length - fresh, block)).to(device)
         cache[earlier // block, 0, 0, earlier % block] = row[: length - fresh]
         rows.append(row)
-        new.append(row[length - fresh :])
         slots += slots_of(table, length - fresh, fresh, block).tolist()
     metadata = AttentionMetadataBuilder().build(query_lens, seq_lens, tables, slots, device)
     weight = numbers(heads * (key_width + value_width), latent) / latent**0.5
-    query = numbers(sum(query_lens), heads, key_width + rotated)
-    return Case(query, torch.cat(new), weight, cache, metadata, rows, (key_width + rotated) ** -0.5)
+    return Case(query, made, weight, cache, metadata, rows, (key_width + rotated) ** -0.5, new_tokens)
+
+
+def new_latents(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    heads: int,
+    latent: int,
+    rotated: int,
+    key_width: int,
+    numbers: Callable[..., torch.Tensor],
+    *,
+    interleaved: bool,
+) -> NewLatents:
+    """Views of one merged matrix, as a layer's first product makes it."""
+    width = heads * (key_width + rotated)
+    merged = numbers(sum(query_lens), width + latent + rotated)
+    positions = [torch.arange(length - new, length) for new, length in zip(query_lens, seq_lens, strict=True)]
+    angles = torch.arange(max(seq_lens))[:, None] / 100 ** (torch.arange(rotated // 2) / rotated)
+    wide = torch.promote_types(merged.dtype, torch.float32)
+    table = torch.cat((angles.cos(), angles.sin()), dim=1).to(merged.device, wide)
+    gain = 1 + numbers(latent) / 8
+    query = merged[:, :width].view(-1, heads, key_width + rotated)
+    position = torch.cat(positions).to(merged.device)
+    return NewLatents(query, merged[:, width:], gain, 1e-6, position, table, interleaved)
+
+
+def finished(new: NewLatents) -> tuple[torch.Tensor, torch.Tensor]:
+    """Its queries and rows, by the twins."""
+    turning = new.position_T, new.cos_sin_CP, new.interleaved
+    return rotated_queries(new.query_THD, *turning), finished_rows(new.row_TR, new.gain_L, new.eps, *turning)
 
 
 def expected_rows(case: Case) -> torch.Tensor:

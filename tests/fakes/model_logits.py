@@ -19,7 +19,8 @@ def logits_in_chunks(model: DecoderModel, token_ids: Sequence[int], chunks: Sequ
     """fp32 [T, V]."""
     config = model.config
     num_blocks = -(-len(token_ids) // BLOCK)
-    pool = torch.zeros(num_blocks + 3, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
+    planes = 2 if config.latent_size is None else 1
+    pool = torch.zeros(num_blocks + 3, config.num_kv_heads, config.num_layers, planes, BLOCK, config.head_dim)
     bind_kv_cache(model.attention_layers, pool)
     table = torch.randperm(num_blocks + 3, generator=torch.Generator().manual_seed(1))[:num_blocks].to(torch.int32)
     parts, start = [], 0

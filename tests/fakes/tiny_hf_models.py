@@ -35,7 +35,7 @@ MLA = {
     "n_routed_experts": 8,
     "n_group": 2,
     "topk_group": 1,
-    "moe_intermediate_size": 16,
+    "moe_intermediate_size": 32,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
@@ -106,8 +106,41 @@ FAMILIES: dict[str, dict] = {
         "floor_scale": 16,
         "attn_scale": 0.5,
     },
-    "deepseek_v2": {**MLA, "topk_method": "greedy"},
+    "deepseek_v2": {
+        **MLA,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "topk_method": "greedy",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.9,
+            "original_max_position_embeddings": 512,
+        },
+    },
     "deepseek_v3": MLA,
+    "glm4_moe_lite": MLA,
+}
+# DeepSeek-V2-Lite with its real heads and latents, which choose kernels: for tests on GPUs.
+REAL_HEADS: dict[str, dict] = {
+    "deepseek_v2_real_heads": {
+        **FAMILIES["deepseek_v2"],
+        "model_type": "deepseek_v2",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 8192,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "moe_intermediate_size": 64,
+        "rope_parameters": {**FAMILIES["deepseek_v2"]["rope_parameters"], "original_max_position_embeddings": 2048},
+    }
 }
 # Models with towers; spans are as tests/fakes/tiny_media.py makes them.
 TOWERS: dict[str, dict] = {
@@ -229,13 +262,14 @@ def tiny_hf_model(family: str) -> Path:
 
 
 def _config_of(family: str) -> dict:
-    return {**FAMILIES, **REFUSED, **TOWERS}[family]
+    return {**FAMILIES, **REFUSED, **TOWERS, **REAL_HEADS}[family]
 
 
 def _build(family: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    config = AutoConfig.for_model(family, **_config_of(family))
+    fields = dict(_config_of(family))
+    config = AutoConfig.for_model(fields.pop("model_type", family), **fields)
     torch.manual_seed(0)
     model = (AutoModelForMultimodalLM if family in TOWERS else AutoModelForCausalLM).from_config(config)
     generator = torch.Generator().manual_seed(sum(family.encode()))

@@ -22,6 +22,7 @@ ROUTINGS = (
     (Routing(2, scores="sigmoid", renormalises=True, factor=2.5), 16, True),
     (Routing(3, scores="sigmoid", groups=4, kept_groups=2, by_pairs=True, factor=1.5), 16, True),
     (Routing(2, renormalises=False, groups=2, kept_groups=1), 8, False),
+    (Routing(3, renormalises=False, factor=2.0, shared=2), 10, False),
 )
 
 
@@ -35,7 +36,7 @@ def test_the_best_experts_are_chosen(routing: Routing, num_experts: int, has_bia
     ids, weights = route_triton(
         logits, routing.top_k, sigmoid=routing.scores == "sigmoid", renormalise=routing.renormalises, bias_X=bias,
         groups=(routing.groups, routing.kept_groups), by_pairs=routing.by_pairs, factor=routing.factor,
-        held=routing.held or (0, num_experts), tally=Tally(counts, slots),
+        held=routing.held or (0, num_experts), shared=routing.shared, tally=Tally(counts, slots),
     )  # fmt: skip
     expected_ids, expected = twins.route(logits, routing, bias, Tally(expected_counts, slots))
     assert torch.equal(ids, expected_ids)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from latent_cases import Case, expected_rows, made_case
+from latent_cases import Case, expected_rows, finished, made_case
 
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.backend import PagedKV
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.triton import TritonBackend, TritonOps
+from tandem.kernels.latents.new_rows import NewLatents, store_and_rotate
+from tandem.kernels.reference import latents as twins
 from tandem.kernels.reference import paged
 from tandem.kernels.triton_kernels.decode import latent_decode
+from tandem.kernels.triton_kernels.latents.absorb import store_and_absorb_triton, values_triton
 
 
 def case_of(
@@ -74,3 +77,73 @@ def test_wide_heads_are_served_as_latents_alone() -> None:
     device, spec = torch.device("cpu"), AttentionSpec(16, 576, 0.2, 1, latent_size=512)
     assert TritonBackend.unsupported_reason(device, torch.bfloat16, 576, spec) is None
     assert TritonBackend.unsupported_reason(device, torch.bfloat16, 576, AttentionSpec(16, 576, 0.2, 1)) is not None
+
+
+NEW = [(4, 32, 16, 16, 12, True), (3, 24, 12, 20, 40, False), (40, 80, 8, 8, 16, True)]
+
+
+def new_case(heads: int, latent: int, rotated: int, key: int, value: int, is_by_pairs: bool, rows: int = 6) -> Case:
+    case = made_case(
+        (1,) * rows, range(3, 3 + rows), heads, latent, rotated, 16, key_width=key, value_width=value, unused=7.0,
+        interleaved=is_by_pairs,
+    )  # fmt: skip
+    case.metadata.slot_mapping[1] = -1  # a row that pads
+    return case
+
+
+def stored(case: Case) -> torch.Tensor:
+    """The cache, once the case's rows are in it."""
+    cache, slots = case.cache.clone()[:, 0, 0], case.metadata.slot_mapping
+    for row, slot in zip(case.row_TR, slots.tolist(), strict=True):
+        if slot >= 0:
+            cache[slot // 16, slot % 16] = row
+    return cache
+
+
+@pytest.mark.parametrize("sizes", NEW)
+def test_rows_are_stored_and_queries_absorbed(sizes: tuple) -> None:
+    case, (heads, latent, _, key, *_) = new_case(*sizes), sizes
+    key_HNL = case.weight_OL.view(heads, -1, latent)[:, :key]
+    new, expected_cache = case.new, stored(case)
+    query = store_and_absorb_triton(
+        new.query_THD, new.row_TR, key_HNL, new.gain_L, new.eps, new.position_T, new.cos_sin_CP, case.cache[:, 0, 0],
+        case.metadata.slot_mapping, new.interleaved,
+    )  # fmt: skip
+    torch.testing.assert_close(query, twins.absorbed(case.query_THD, key_HNL), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(case.cache[:, 0, 0], expected_cache, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", NEW)
+def test_prompts_rows_are_stored_and_queries_rotated(sizes: tuple) -> None:
+    case = new_case(*sizes)
+    expected_cache, (query, row) = stored(case), finished(case.new)
+    made = store_and_rotate(case.new, case.cache[:, 0, 0], case.metadata.slot_mapping)
+    torch.testing.assert_close(made, (query, row), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(case.cache[:, 0, 0], expected_cache, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [3, 18])
+@pytest.mark.parametrize(("latent", "value"), [(32, 12), (200, 40)])
+def test_values(latent: int, value: int, rows: int) -> None:
+    summed, weight = torch.randn(rows, 2, latent + 8)[..., :latent], torch.randn(2, 4 + value, latent)[:, 4:]
+    out = torch.empty(rows, 2, value)
+    values_triton(summed, weight, out)
+    torch.testing.assert_close(out, twins.values(summed, weight), rtol=1e-5, atol=1e-4)
+
+
+def test_many_rows_are_absorbed() -> None:
+    case = new_case(2, 40, 8, 16, 12, True, rows=18)
+    new, key_HNL = case.new, case.weight_OL.view(2, -1, 40)[:, :16]
+    query = store_and_absorb_triton(
+        new.query_THD, new.row_TR, key_HNL, new.gain_L, new.eps, new.position_T, new.cos_sin_CP, case.cache[:, 0, 0],
+        case.metadata.slot_mapping, True,
+    )  # fmt: skip
+    torch.testing.assert_close(query, twins.absorbed(case.query_THD, key_HNL), rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_by_the_new_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: decode rows beside prompts, of which one has earlier tokens."""
+    monkeypatch.setattr(NewLatents, "is_fused", True)
+    case = made_case((1, 1, 9, 20), (30, 1, 25, 20), 4, 16, 16, 16)
+    layer = Attention(4, 32, case.scale, 1, latent_size=16, layer_name="l", attn_backend="triton")
+    torch.testing.assert_close(case.run(layer).double(), expected_rows(case), rtol=1e-5, atol=1e-5)

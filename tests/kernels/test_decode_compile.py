@@ -25,10 +25,11 @@ from tandem.kernels.triton_kernels.decode.latent_decode import (  # noqa: E402
 )
 from tandem.kernels.triton_kernels.decode.paged_decode import paged_decode_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.decode.shared_prefix import prefix_constants, shared_prefix_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.latents import absorb, new_rows  # noqa: E402
 
 SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # a block's limit, CUDA programming guide
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-FP32 = {"k_scale", "v_scale", "alibi_slopes", "sinks"} | {
+FP32 = {"k_scale", "v_scale", "alibi_slopes", "sinks", "cos_sin"} | {
     f"{whose}{name}" for whose in ("", "prefix_") for name in ("peaks", "totals", "partial")
 }
 INT32 = {"plan", "block_tables", "seq_lens", "query_starts", "tile_lists", "lists", "counts", "prefix_lens"} | {
@@ -68,11 +69,13 @@ def _type_of(name: str, dtype: str, cache: str, constants: dict[str, Any]) -> st
         return "*fp32"
     if name in INT32:
         return "*i32"
-    if name in ("output", "query", "cache"):
+    if name in ("output", "query", "cache", "latents", "weight", "gain", "out", "summed"):
         return f"*{dtype}"
+    if name in ("positions", "slots"):
+        return "*i64"
     if name in ("key_cache", "value_cache"):
         return f"*{cache}"
-    return "fp32" if name in ("scale", "soft_cap") else "i32"
+    return "fp32" if name in ("scale", "soft_cap", "eps") else "i32"
 
 
 def decode(dtype: torch.dtype, group: int, head_size: int, num_new: int = 1, **options: Any) -> Any:
@@ -92,6 +95,17 @@ def shared(dtype: torch.dtype, group: int, head_size: int, **options: Any) -> An
 def latents(dtype: torch.dtype, num_heads: int, capability: int = 90) -> Any:
     shared_bytes = SHARED_MEMORY_BYTES[capability]
     return latent_decode_kernel, dtype, latent_constants(dtype, num_heads, 512, 64, 64, shared_bytes) | {"PDL": False}
+
+
+def around_latents(kernel: Any, dtype: torch.dtype, num_heads: int) -> Any:
+    """What lies before decode over latents, and after it."""
+    rows = new_rows.row_constants(512, 64, 64, interleaved=True)
+    constants = {
+        absorb.store_and_absorb_kernel: absorb.absorb_constants(num_heads, 128, 512, dtype) | rows,
+        absorb.values_kernel: absorb.values_constants(num_heads, 128, 512, dtype),
+        new_rows.store_and_rotate_kernel: {"NUM_HEADS": num_heads, "HEADS": 32, "KEY": 128} | rows,
+    }[kernel]
+    return kernel, dtype, constants | {"num_warps": 4, "PDL": True}
 
 
 MERGED = {"GROUPS": 2, "GROUP": 64, "LATENT": 512, "COLUMNS": 128, "CHUNK": PARTS_AT_ONCE, "num_warps": 4, "PDL": True}
@@ -127,6 +141,11 @@ CASES = {
     "latents-16-sm80": (80, latents(BF16, 16, 80)),
     "latents-128-sm80": (80, latents(BF16, 128, 80)),
     "latents-merged": (90, (merge_latents_kernel, BF16, MERGED)),
+    "latents-absorbed": (90, around_latents(absorb.store_and_absorb_kernel, BF16, 16)),
+    "latents-absorbed-fp32": (90, around_latents(absorb.store_and_absorb_kernel, FP32_TYPE, 16)),
+    "latents-values": (90, around_latents(absorb.values_kernel, BF16, 128)),
+    "latents-values-fp32": (90, around_latents(absorb.values_kernel, FP32_TYPE, 16)),
+    "latents-rotated": (90, around_latents(new_rows.store_and_rotate_kernel, BF16, 128)),
     "lists": (80, (list_tiles_kernel, BF16, LISTS)),
 }
 # Each of their options is another case's, too: these are compiled by `make soak`.

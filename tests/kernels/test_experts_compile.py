@@ -98,8 +98,9 @@ def test_products_over_integers_of_four_bits_compile() -> None:
 
 def test_what_lies_between_products_compiles() -> None:
     constants = {
-        "NUM_EXPERTS": 256, "PADDED": 256, "TOP_K": 8, "TOP_K_PAD": 8, "SIGMOID": True, "HAS_BIAS": True,
-        "RENORMALISE": True, "GROUPS": 8, "KEPT_GROUPS": 4, "BY_PAIRS": True, "COUNTS": True, "num_warps": 1,
+        "NUM_EXPERTS": 256, "PADDED": 256, "TOP_K": 8, "TOP_K_PAD": 16, "SHARED": 1, "SIGMOID": True, "HAS_BIAS": True,
+        "RENORMALISE": True, "GROUPS": 8, "KEPT_GROUPS": 4, "BY_PAIRS": True, "COUNTS": True,
+        "num_warps": 1,
     }  # fmt: skip
     compile_kernel(route.route_kernel, {**TYPES, "factor": "fp32"}, constants)
     compile_kernel(sort.sort_kernel, TYPES, {"BLOCK": sort.MANY_PAIRS, "num_warps": 16})

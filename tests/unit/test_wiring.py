@@ -27,8 +27,6 @@ SET_FROM_OUTSIDE = {
             "forward",
             "attn_temperature_tuning",
             "tandem_query_scale",
-            "tandem_keeps_latents",
-            "expand_kv",
             "_experts_implementation",
         },
     ),

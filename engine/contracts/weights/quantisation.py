@@ -16,7 +16,12 @@ import msgspec
 from tandem.engine.contracts.errors import ConfigError
 
 Stored = Literal["made", "fp8", "packed", "awq", "gptq"]
-MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+MERGED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "q_kv_a_proj": ("q_proj", "kv_a_proj_with_mqa"),
+    "q_a_kv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 LANE_INPUTS = 32  # inputs that four lanes share in the kernels' layout of 4 bits (kernels/products/quantised_weight.py)
 MADE: Literal["made"] = "made"  # quantised by us when a plain checkpoint is loaded
 ELSE = (

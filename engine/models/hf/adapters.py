@@ -13,14 +13,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tandem.engine.models.hf import experts
 from tandem.engine.models.hf.attention import NAME, QueryScale, paged_attention
 from tandem.engine.models.hf.routers import GroupedRouter, is_known
-from tandem.kernels.products.fused_ops import rms_norm
 
 # Rope scalings that depend on the longest sequence of a batch: a request's tokens would depend on its neighbours.
 ROPE_BY_LENGTH = ("dynamic", "longrope")
-# Attention modules that expand latents by a method of its own before they ask for attention.
-LATENT_ATTENTION = ("DeepseekV2Attention", "DeepseekV3Attention")
-# Norms that compute what ours does.
-PLAIN_NORMS = ("DeepseekV2RMSNorm", "DeepseekV3RMSNorm")
 
 
 class _UnlessOurs:
@@ -116,31 +111,6 @@ class _FalconAttention:
         return module.dense(attended.flatten(2)), None
 
 
-class _Norm:
-    """A root mean square norm, on a GPU one launch where its own code takes six."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        module, rows = self._module, hidden_states.flatten(0, -2)
-        return rms_norm(rows, module.weight, module.variance_epsilon).view(hidden_states.shape)
-
-
-class _Latents:
-    """Stands in for the expansion of latents to heads. Over our attention, which keeps latents and does that itself
-    where it must, they go on as they are: as a key the row that is stored, as a value the latent in it."""
-
-    def __init__(self, module: Any) -> None:
-        self._config, self._own = module.config, module.expand_kv
-
-    def __call__(self, latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._config._attn_implementation != NAME:
-            own: tuple[torch.Tensor, torch.Tensor] = self._own(latent, rotated)
-            return own
-        return torch.cat((latent, rotated), dim=-1), latent
-
-
 def let_ours_be_named(config: PreTrainedConfig) -> None:
     """Falcon looks its attention's class up by the attention's name when it is built. Raises ValueError for one with
     ALiBi, whose biases it rounds to bf16: ours are exact."""
@@ -176,10 +146,6 @@ def adapt(causal: PreTrainedModel) -> bool:
             calls_us = True
         if type(module).__name__ == "MptModel":
             module.forward = _MptDecoder(module, causal.config)
-        if type(module).__name__ in PLAIN_NORMS:
-            module.forward = _Norm(module)
-        if type(module).__name__ in LATENT_ATTENTION:
-            module.tandem_keeps_latents, module.expand_kv = True, _Latents(module)
         if type(module).__name__ == "FalconAttention":
             module.forward = _FalconAttention(module, causal.config)
             calls_us = True

@@ -20,7 +20,6 @@ from transformers.masking_utils import AttentionMaskInterface
 from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.forward_context import get_forward_context
-from tandem.kernels.api.latent_attention import latent_attention
 from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.api.spec import AttentionType
 from tandem.kernels.api.unified_attention import unified_attention
@@ -67,7 +66,6 @@ class AttentionCall(NamedTuple):
     alibi_slopes: tuple[float, ...] | None
     is_cross: bool = False
     module: nn.Module | None = None
-    is_latent: bool = False
 
 
 class QueryScale(NamedTuple):
@@ -150,15 +148,13 @@ def paged_attention(
     alibi_slopes: tuple[float, ...] | None = None,
     **more: object,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, H, T, D], key and value [1, K, T, D] (value may be of another width) -> [1, T, H, value's width]. Of
-    a layer that keeps latents (adapters.py), key is the row that is stored and value the latent in it.
+    """query [1, H, T, D], key and value [1, K, T, D] (value may be of another width) -> [1, T, H, value's width].
 
     Options that don't change from call to call were read by `look_at` and are ignored here. Heads narrower than the
     pool's are padded with zeros.
     """
     assert attention_mask is None, "no mask is made for an attention of this name"
     layer, width = index_of(module), value.shape[3]
-    keeps_latents = getattr(module, "tandem_keeps_latents", False)
     own_heads: OwnHeads | None = getattr(module, "tandem_heads", None)
     if own_heads is not None:
         query, key, value = own_heads.out_of(query, key, value)
@@ -169,13 +165,8 @@ def paged_attention(
         is_causal = bool(getattr(module, "is_causal", True)) and more.get("is_causal") is not False
         is_cross = not is_causal and key.shape[2] != query.shape[2]
         head = AttentionCall(layer, *sizes, scale, sliding_window, softcap, s_aux is not None, is_causal, alibi_slopes)
-        calls.append(head._replace(is_cross=is_cross, module=module, is_latent=keeps_latents))
-        made: Any = module.v_head_dim if keeps_latents else width
-        return query.new_zeros(1, query.shape[2], query.shape[1], made), None
-    if keeps_latents:
-        expansion: Any = module.kv_b_proj
-        query_THD = query[0].transpose(0, 1)
-        return latent_attention(query_THD, key[0, 0], expansion.weight, layer_name(layer))[None], None
+        calls.append(head._replace(is_cross=is_cross, module=module))
+        return query.new_zeros(1, query.shape[2], query.shape[1], width), None
     widest = max(query.shape[3], width)
     q_THD, k_TKD, v_TKD = (_tokens_first(each, widest) for each in (query, key, value))
     cross: Attention | None = getattr(module, "tandem_cross", None)

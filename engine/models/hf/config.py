@@ -37,8 +37,8 @@ REFUSED_IF_SET = {
 
 
 class HFConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder of transformers. `head_dim` is the widest of its keys and values, or a row of latents; `digest` is of
-    all of config.json. With an encoder, sizes are the decoder's, and `max_model_len` counts both sides' positions."""
+    """A decoder of transformers. `head_dim` is the widest of its keys and values; `digest` is of all of config.json.
+    With an encoder, sizes are the decoder's, and `max_model_len` counts both sides' positions."""
 
     architecture: str
     hidden_size: int
@@ -46,7 +46,6 @@ class HFConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    latent_size: int | None
     vocab_size: int
     max_model_len: int
     dtype: str
@@ -57,6 +56,11 @@ class HFConfig(msgspec.Struct, frozen=True, kw_only=True):
     cross_layers: tuple[LayerNeeds, ...] = ()  # the decoder's attention to the output of its encoder
     encoder: EncoderFacts | None = None
     rope: None = None  # part of the digest
+
+    @property
+    def latent_size(self) -> None:
+        """None: keys and values are kept, of each head."""
+        return None
 
 
 def load_hf_config(folder: Path) -> HFConfig:
@@ -82,7 +86,6 @@ def load_hf_config(folder: Path) -> HFConfig:
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
         head_dim=first.head_dim,
-        latent_size=first.latent_size,
         vocab_size=found.vocab_size,
         max_model_len=_max_model_len(text) if encoder is None else encoder.max_model_len,
         dtype=_dtype(config),

@@ -27,8 +27,7 @@ from tandem.kernels.api.attention import Attention, AttentionType
 
 
 class LayerNeeds(NamedTuple):
-    """One layer's attention. `head_dim` is what the pool keeps: the wider of keys and values, or with `latent_size` a
-    row of which both are made."""
+    """One layer's attention. `head_dim` is what the pool keeps: the wider of keys and values."""
 
     num_heads: int
     num_kv_heads: int
@@ -39,7 +38,6 @@ class LayerNeeds(NamedTuple):
     chunk: int | None
     has_sinks: bool
     alibi_slopes: tuple[float, ...] | None = None
-    latent_size: int | None = None
 
 
 class ModelNeeds(NamedTuple):
@@ -114,7 +112,6 @@ def make_layers(needs: tuple[LayerNeeds, ...], backend: str, sinks: dict[int, to
             layer_name=layer_name(index),
             attention_chunk=layer.chunk,
             sinks=sinks[index] if layer.has_sinks else None,
-            latent_size=layer.latent_size,
         )
     return layers
 
@@ -160,7 +157,6 @@ def _needs(calls: list[AttentionCall], config: PreTrainedConfig) -> tuple[LayerN
             config.attention_chunk_size if kind == "chunked_attention" else None,
             call.has_sinks,
             call.alibi_slopes,
-            call.value_width if call.is_latent else None,
         )
         for call, kind in zip(calls, kinds, strict=True)
     )

@@ -1,4 +1,4 @@
-"""The routers of DeepSeek's and GLM's mixtures, whose choice among groups of experts is one launch of ours on a GPU.
+"""The routers of GLM's mixtures, whose choice among groups of experts is one launch of ours on a GPU.
 
 T tokens, X experts, k of them a token.
 """
@@ -13,13 +13,12 @@ from torch.nn import functional
 from tandem.kernels.experts.plans import Routing
 from tandem.kernels.experts.routing import route
 
-BY_SIGMOID = ("DeepseekV3TopkRouter", "Glm4MoeTopkRouter")
-BY_SOFTMAX = ("DeepseekV2TopkRouter",)
+KNOWN = "Glm4MoeTopkRouter"
 
 
 def is_known(module: Any) -> bool:
-    """Whether it is one of the classes whose choice `GroupedRouter` makes."""
-    return type(module).__name__ in (*BY_SIGMOID, *BY_SOFTMAX)
+    """Whether it is of the class whose choice `GroupedRouter` makes."""
+    return type(module).__name__ == KNOWN
 
 
 class GroupedRouter:
@@ -27,15 +26,13 @@ class GroupedRouter:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        by_sigmoid = type(module).__name__ in BY_SIGMOID
-        in_groups = by_sigmoid or module.topk_method == "group_limited_greedy"
         self._routing = Routing(
             module.top_k,
-            renormalises=by_sigmoid and module.norm_topk_prob,
-            scores="sigmoid" if by_sigmoid else "softmax",
-            groups=module.num_group if in_groups else 1,
-            kept_groups=module.topk_group if in_groups else 1,
-            by_pairs=by_sigmoid,
+            renormalises=module.norm_topk_prob,
+            scores="sigmoid",
+            groups=module.num_group,
+            kept_groups=module.topk_group,
+            by_pairs=True,
             factor=module.routed_scaling_factor,
         )
 
@@ -43,6 +40,5 @@ class GroupedRouter:
         """Returns (logits [T, X], weights fp32 [T, k], ids int32 [T, k]), as the module's own forward."""
         module = self._module
         logits_TX = functional.linear(hidden_states.view(-1, module.hidden_dim).float(), module.weight.float())
-        bias_X = module.e_score_correction_bias if self._routing.scores == "sigmoid" else None
-        ids_Tk, weights_Tk = route(logits_TX, self._routing, bias_X)
+        ids_Tk, weights_Tk = route(logits_TX, self._routing, module.e_score_correction_bias)
         return logits_TX, weights_Tk, ids_Tk

@@ -118,8 +118,7 @@ def _paged(model: HFModel, prompts: list[_Prompt], device: torch.device, dtype: 
     lengths = tuple(len(prompt.token_ids) for prompt in prompts)
     num_blocks = -(-max(lengths) // BLOCK)
     tables = np.array([np.arange(num_blocks) * 2 + 1, np.arange(num_blocks)[::-1] * 2], np.int32)
-    planes = 2 if needs[0].latent_size is None else 1
-    shape = (2 * num_blocks, needs[0].num_kv_heads, len(needs), planes, BLOCK, needs[0].head_dim)
+    shape = (2 * num_blocks, needs[0].num_kv_heads, len(needs), 2, BLOCK, needs[0].head_dim)
     pool = torch.zeros(shape, dtype=dtype, device=device)
     bind_kv_cache(layers, pool)
     builder = metadata_backend(layers.values()).get_builder_cls()()

@@ -46,8 +46,8 @@ def _in_best_groups(choice, GROUPS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.c
 def route_kernel(
     logits,  # [T, X], strides (logits_row, 1)
     bias,  # fp32 [X]: added to scores when experts are chosen, not when they count
-    ids,  # int32 [T, TOP_K]: experts from `first` to `end`, counted from the first; -1: another
-    weights,  # fp32 [T, TOP_K]
+    ids,  # int32 [T, TOP_K + SHARED]: experts from `first` to `end`, counted from the first; -1: another
+    weights,  # fp32 [T, TOP_K + SHARED]
     tally,  # COUNTS: int32 [X], to which each token that has a slot adds its choice
     slots,  # COUNTS: int64 [T]
     logits_row,
@@ -65,6 +65,7 @@ def route_kernel(
     KEPT_GROUPS: tl.constexpr,
     BY_PAIRS: tl.constexpr,
     COUNTS: tl.constexpr,
+    SHARED: tl.constexpr,  # experts behind all others that go with every choice
     PDL: tl.constexpr,
 ):
     """Grid (T,)."""
@@ -97,9 +98,14 @@ def route_kernel(
     if COUNTS:
         counted = (places < TOP_K) & (tl.load(slots + row) >= 0)
         tl.atomic_add(tally + chosen, 1, mask=counted, sem="relaxed")
-    here = (chosen >= first) & (chosen < end)
-    tl.store(ids + row * TOP_K + places, tl.where(here, chosen - first, -1), mask=places < TOP_K)
-    tl.store(weights + row * TOP_K + places, counts * factor, mask=places < TOP_K)
+    chosen = tl.where((chosen >= first) & (chosen < end), chosen - first, -1)
+    counts *= factor
+    if SHARED > 0:
+        chosen = tl.where(places >= TOP_K, NUM_EXPERTS + places - TOP_K, chosen)
+        counts = tl.where(places >= TOP_K, 1.0, counts)
+    stored = places < TOP_K + SHARED
+    tl.store(ids + row * (TOP_K + SHARED) + places, chosen, mask=stored)
+    tl.store(weights + row * (TOP_K + SHARED) + places, counts, mask=stored)
 
 
 def route_triton(
@@ -113,21 +119,23 @@ def route_triton(
     by_pairs: bool,
     factor: float,
     held: tuple[int, int],
+    shared: int = 0,
     tally: Tally | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids int32 [T, k], weights fp32 [T, k]. `groups`: (how many, how many are kept); their number and
+    """ids int32 [T, k + shared], weights fp32 of as many. `groups`: (how many, how many are kept); their number and
     size are powers of two. `held`: the first expert that is here, and the one after the last."""
     num_tokens, num_experts = logits_TX.shape
-    ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits_TX.device)
-    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits_TX.device)
+    num_ids = top_k + shared
+    ids = torch.empty((num_tokens, num_ids), dtype=torch.int32, device=logits_TX.device)
+    weights = torch.empty((num_tokens, num_ids), dtype=torch.float32, device=logits_TX.device)
     if num_tokens:
         route_kernel[(num_tokens,)](
             logits_TX, logits_TX if bias_X is None else bias_X, ids, weights, *(tally or (ids, ids)),
             logits_TX.stride(0), factor, *held,
             NUM_EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts),
-            TOP_K=top_k, TOP_K_PAD=triton.next_power_of_2(top_k),
+            TOP_K=top_k, TOP_K_PAD=triton.next_power_of_2(num_ids),
             SIGMOID=sigmoid, HAS_BIAS=bias_X is not None, RENORMALISE=renormalise,
-            GROUPS=groups[0], KEPT_GROUPS=groups[1], BY_PAIRS=by_pairs, COUNTS=tally is not None,
+            GROUPS=groups[0], KEPT_GROUPS=groups[1], BY_PAIRS=by_pairs, COUNTS=tally is not None, SHARED=shared,
             num_warps=1, **overlap(logits_TX.device),
         )  # fmt: skip
     return ids, weights

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_parity import BASES, MISSING, changed, judge
+from config_parity import BASES, LATENT_BASES, MISSING, changed, judge
 
 from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.contracts.model_config import load_model_config
@@ -165,6 +165,56 @@ def wrong(kind: str, cases: Iterable[Changes], folder: Path) -> tuple[list[str],
         if verdict.is_wrong:
             found.append(f"{kind} with {dict(changes)}: {verdict.error or verdict.distance}")
     return found, num_accepted
+
+
+OF_LATENTS: dict[str, tuple[Any, ...]] = {
+    "kv_lora_rank": (16,),
+    "q_lora_rank": (8, MISSING),
+    "qk_nope_head_dim": (8,),
+    "qk_rope_head_dim": (6, 5),
+    "v_head_dim": (8,),
+    "n_routed_experts": (4, 6),
+    "n_shared_experts": (1, 3, 0),
+    "num_experts_per_tok": (1, 3, 9, MISSING),
+    "moe_intermediate_size": (8,),
+    "first_k_dense_replace": (0, 2, 7, MISSING),
+    "topk_method": ("group_limited_greedy", "noaux_tc", "none"),
+    "n_group": (4, 3, None, MISSING),
+    "topk_group": (2, None, MISSING),
+    "routed_scaling_factor": (2.0,),
+    "norm_topk_prob": (True, False),
+    "rope_interleave": (False, True),
+    "attention_bias": (True,),
+    "mlp_bias": (True,),
+    "scoring_func": ("sigmoid", "softmax"),
+    "moe_layer_freq": (2, 1),
+    "num_key_value_heads": (2, MISSING),
+    "head_dim": (8, 4),
+    "num_experts": (4,),
+    "num_local_experts": (4,),
+    "rms_norm_eps": (1e-3,),
+    "tie_word_embeddings": (True,),
+    "sliding_window": (5,),
+    "hidden_act": ("gelu",),
+    "num_attention_heads": (2, 3),
+    "rope_parameters": (
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+         "mscale": 0.7, "mscale_all_dim": 0.9},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale_all_dim": 1.3},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LATENT_BASES)
+def test_fields_of_latents_changed_alone(kind: str, tmp_path: Path) -> None:
+    groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    cases = [{}, groups, {**groups, "first_k_dense_replace": 0, "q_lora_rank": 8}]
+    cases += [{name: value} for name, values in OF_LATENTS.items() for value in values]
+    found, num_accepted = wrong(kind, cases, tmp_path)
+    assert not found
+    assert num_accepted > 20
 
 
 def values_of(name: str, wrong_types: Iterable[Any]) -> list[Any]:

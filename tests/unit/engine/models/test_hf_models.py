@@ -19,7 +19,6 @@ from tandem.engine.adapters.adapter_files import read_adapter
 from tandem.engine.adapters.layout import AdapterLayout
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import AdapterError, CheckpointError, ConfigError
-from tandem.engine.device.kv_pool import make_layout
 from tandem.engine.models.choice import load_chosen, load_config
 from tandem.engine.models.hf.config import HFConfig
 from tandem.engine.models.hf.model import HFModel
@@ -155,19 +154,3 @@ def test_experts_and_encoders_take_no_adapters(tmp_path: Path) -> None:
     translator = tiny_encoder_model("marian")
     with pytest.raises(ConfigError, match="has an encoder, and takes no adapters"):
         model_of(translator, config_of(translator)).adapter_sites()
-
-
-def test_latents_are_a_layout_and_an_identity_of_their_own() -> None:
-    folder = tiny_hf_model("deepseek_v3")
-    config = config_of(folder)
-    group = make_layout(config, 16, torch.bfloat16).group
-    assert (group.kind, group.num_kv_heads, group.num_planes, group.head_dim) == ("latent", 1, 1, 24)
-    assert group.payload_bytes(16) == 16 * 4 * 24 * 2
-    whole_heads = msgspec.structs.replace(
-        config, num_kv_heads=4, head_dim=24, latent_size=None,
-        layers=tuple(layer._replace(num_kv_heads=4, head_dim=24, latent_size=None) for layer in config.layers),
-    )  # fmt: skip
-    identities = {model_identity(folder, each, 16, "float32", "dummy") for each in (config, whole_heads)}
-    assert len(identities) == 2
-    with pytest.raises(ConfigError, match="latents are kept in 16 bits"):
-        make_layout(config, 16, torch.float8_e4m3fn)

@@ -1,0 +1,1 @@
+"""What decoder layers of our own are made of."""

@@ -1,0 +1,1 @@
+"""Device code of attention over latents but for decode itself."""
