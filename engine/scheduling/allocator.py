@@ -66,7 +66,7 @@ class KVAllocator:
 
     def register_full_blocks(self, request: Request, step: int | None) -> None:
         """Makes every block findable whose tokens are known and whose KV is there once `step` has run (None: now)."""
-        if not self.pool.enable_caching or request.is_doubtful:
+        if not self.pool.enable_caching or request.is_doubtful or request.leaves_nothing:
             return
         num_full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
         if num_full <= request.num_registered_blocks:

@@ -99,7 +99,7 @@ class SlackOrder:
         arrived_at = self._arrivals.setdefault(request, self._clock.now())
         if request.first_token_at:
             return request.next_token_due(request.targets.tpot_s, self._clock.now())
-        alone = request.num_prompt_tokens * self._clock.seconds_per_token
+        alone = request.num_prompt_tokens / request.num_nodes * self._clock.seconds_per_token
         within_s = request.targets.ttft_s or self._target_s
         return arrived_at + max(within_s, self._stretch * alone)
 
@@ -121,9 +121,10 @@ class SlackOrder:
     ) -> list[Due[Request]]:
         """Says of each when its next token is due and what is left of it to compute, as `arrange` takes them."""
         spare_s = MARGIN * self._target_s
-        due = [Due(r, self.deadline(r), r.num_uncomputed_tokens, r.priority, r.order) for r in started]
+        due = [Due(r, self.deadline(r), r.num_own_tokens, r.priority, r.order) for r in started]
         for r in waiting:
-            left = max(1, r.num_uncomputed_tokens - num_cached(r))
+            # A share of another node's prompt has its blocks, whatever is cached.
+            left = max(1, r.num_own_tokens - (0 if r.has_help and r.block_ids else num_cached(r)))
             due.append(Due(r, self.deadline(r), left, r.priority, r.order, spare_s))
         return due
 

@@ -100,7 +100,8 @@ class Request:
     is_paused: bool = False  # keeps its slot and blocks and gets no rows: its KV is being handed to another node
     # Some of its KV came from a peer and is not verified yet: nobody else may find its blocks, its tokens are withheld.
     is_doubtful: bool = False
-    has_help: bool = False  # other nodes compute chunks of its prompt, in its blocks or for it: it keeps them all
+    num_nodes: int = 1  # that compute its prompt: with others, who do so in its blocks or for it, it keeps them all
+    leaves_nothing: bool = False  # nobody finds its blocks: the node whose prompt it is keeps them
     was_started: bool = False
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by prompt position, until complete
     prompt_logprobs_sent: bool = False
@@ -122,11 +123,19 @@ class Request:
     def resume(self) -> None:
         self.is_paused = False
 
-    def get_help(self) -> None:
-        self.has_help = True
+    def get_help(self, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+
+    def help(self, num_nodes: int) -> None:
+        """Makes it a share of a prompt that another node has."""
+        self.num_nodes, self.leaves_nothing = num_nodes, True
 
     def go_alone(self) -> None:
-        self.has_help = False
+        self.num_nodes = 1
+
+    @property
+    def has_help(self) -> bool:
+        return self.num_nodes > 1
 
     def doubt(self) -> None:
         self.is_doubtful = True
@@ -182,6 +191,11 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         """Launched tokens whose KV no launched step writes."""
         return self.num_launched_tokens - self.num_computed_tokens
+
+    @property
+    def num_own_tokens(self) -> int:
+        """About how many of these this node computes."""
+        return -(-self.num_uncomputed_tokens // self.num_nodes)
 
     def next_token_due(self, tpot_s: float, now: float) -> float:
         """When the next token to be launched should be there for `tpot_s` a token on average since the first."""

@@ -1,4 +1,4 @@
-"""Which chunks of a prompt each of several nodes computes, so that all take equally long. Pure."""
+"""Which chunks of a prompt each of several nodes computes, and in which turn. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import itertools
 import math
 from dataclasses import dataclass
 
-# Tokens of context at which attention takes as long for a prompt's token as all the rest of the model does.
-DOUBLE_AT = 33_000  # a guess: that of an 8B model on an H200
-# Where it takes so many times as long as without context, chunks become no shorter: there are many by then, and those
-# that follow on each other take nearly equally long anyway. A guess.
-SLOWEST = 4.0
 # Longer chunks would make whoever waits for them wait longer, shorter ones don't fill a device; guesses.
 MOST_TOKENS, LEAST_TOKENS = 4096, 512
-# The first node has one chunk more than the others: with so many rounds that is little. A guess.
-ENOUGH_ROUNDS = 4
+# The first node has one chunk more than the others: with so many rounds that is little, if chunks are worth a launch.
+ENOUGH_ROUNDS = 4  # a guess
+WORTHWHILE_TOKENS = 1024  # docs/measurements.md#deadlines-on-a-trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +59,18 @@ class ChunkTable:
 
 
 def divide(first: int, end: int, num_nodes: int, most_tokens: int, block_size: int) -> ChunkTable | None:
-    """Divides a prompt's tokens from `first` to `end`, of at least two nodes. Each chunk is whole blocks, but for the
-    last, at most `most_tokens` long, which is what a node may compute in one step, and takes as long as the others:
-    later ones attend to more, and are shorter. None: it can't be so."""
-    begin, whole = _work(first), _work(end) - _work(first)
-    # The first is the longest. More rounds than these are needed only where rounding to blocks makes it too long.
-    at_least = whole / (_work(first + most_tokens) - begin)
-    for num_rounds in itertools.count(max(1, math.ceil((at_least - 1) / num_nodes))):
+    """Divides a prompt's tokens from `first` to `end`, of at least two nodes, into chunks of equally many tokens: whole
+    blocks, but for the last, at most `most_tokens`, which is what a node may compute in one step. Later ones attend to
+    more and take longer, but two that are computed at the same time are neighbours; and each turn waits for a node's
+    other work, so of long prompts there are as few as can be (docs/simulator.md#chunks). None: it can't be so."""
+    todo = end - first
+    enough = min(ENOUGH_ROUNDS, (todo // WORTHWHILE_TOKENS - 1) // num_nodes)
+    for num_rounds in itertools.count(max(1, enough, math.ceil((todo / most_tokens - 1) / num_nodes))):
         num = num_rounds * num_nodes + 1
-        equal = [_tokens_of(begin + whole * (index + 1) / num) for index in range(num - 1)]
-        ends = [*(round(each / block_size) * block_size for each in equal), end]
+        ends = [*(round((first + todo * (index + 1) / num) / block_size) * block_size for index in range(num - 1)), end]
         lengths = [after - before for before, after in itertools.pairwise([first, *ends])]
         if min(lengths) <= 0:
             return None
-        wants_more = num_rounds < ENOUGH_ROUNDS and min(lengths) >= 2 * LEAST_TOKENS
-        if max(lengths) <= most_tokens and not wants_more:
+        if max(lengths) <= most_tokens:  # else rounding made one too long
             return ChunkTable(tuple(ends), num_nodes)
     raise AssertionError("chunks become shorter with each round")
-
-
-def _work(num_tokens: float) -> float:
-    """What the first `num_tokens` tokens count together, in tokens without context."""
-    growing = min(num_tokens, _GROWS_UNTIL)
-    return growing + growing**2 / (2 * DOUBLE_AT) + SLOWEST * (num_tokens - growing)
-
-
-def _tokens_of(work: float) -> float:
-    """The inverse of `_work`."""
-    beyond = max(0.0, work - _work(_GROWS_UNTIL))
-    return DOUBLE_AT * (math.sqrt(1 + 2 * (work - beyond) / DOUBLE_AT) - 1) + beyond / SLOWEST
-
-
-_GROWS_UNTIL = (SLOWEST - 1) * DOUBLE_AT  # tokens

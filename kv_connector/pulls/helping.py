@@ -15,6 +15,7 @@ from tandem.engine.contracts.wire.handoff import KVPull
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, SharedWork
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.planner import is_decoding
+from tandem.engine.scheduling.prompt_order import SlackOrder
 from tandem.engine.scheduling.request import Prompt, Request
 from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.pulls.answers import layout_problem, refusal
@@ -48,8 +49,13 @@ class PromptHelper:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether prompts are computed here, or wait. Streams are no hindrance."""
+        """Whether it lacks a slot for a share, or has prompts and no deadlines to order a share by among them."""
         queues = self._state.queues
+        num_shares = sum(bool(each.block_ids) for each in queues.waiting)
+        if num_shares >= len(queues.free_slots):
+            return True
+        if isinstance(self._state.prompt_order, SlackOrder):
+            return False
         return bool(queues.waiting) or not all(map(is_decoding, queues.running))
 
     def _problem(self, sender: NodeKey, pull: KVPull, work: SharedWork) -> str:
@@ -84,7 +90,7 @@ class PromptHelper:
             secrecy=Secrecy(work.salt, work.num_public_tokens, work.context),
         )
         request = Request(prompt)
-        request.get_help()
+        request.help(len(work.nodes))
         blocks = self._state.pool.allocate_grantable(request.num_prompt_tokens // self._state.block_size)
         if blocks is None or not self._state.add_share(request, blocks):
             return False

@@ -69,7 +69,7 @@ class SharedPrompts:
     def want(self, request: Request, helpers: Sequence[PeerRef]) -> None:
         """Notes that `helpers` may compute chunks of `request`. Must be called before the scheduler gets it."""
         if helpers and self.info.node_id not in [each.node_id for each in helpers]:
-            request.get_help()
+            request.get_help(1 + len(helpers))
             self._wanted[request] = tuple(helpers)
 
     def join(self, work: SharedWork, request: Request, attempt: int, deadline: float) -> None:

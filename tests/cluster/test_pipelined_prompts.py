@@ -121,7 +121,7 @@ def test_a_cancelled_prompt_leaves_nothing_at_its_helper() -> None:
         nodes.client.wait(cancelled)
 
 
-def test_a_node_that_has_other_prompts_declines() -> None:
+def test_a_node_that_has_other_prompts_declines_without_deadlines() -> None:
     with make_nodes("unified", "unified", transport="shm", chunk=CHUNK) as nodes:
         nodes.nodes[0].hold_after(0)
         busy = nodes.submit(random_prompt(BLOCK, seed=7), on=0)
@@ -130,6 +130,18 @@ def test_a_node_that_has_other_prompts_declines() -> None:
         assert (nodes.count(1, "shared_begun"), nodes.count(1, "shared_declined")) == (0, 1)
         nodes.nodes[0].go_on()
         nodes.client.wait(busy)
+
+
+def test_with_deadlines_nodes_help_each_other_beside_their_own_prompts() -> None:
+    promised = {"ttft_target_ms": 60_000, "tpot_target_ms": 60_000}
+    with make_nodes("unified", "unified", transport="shm", chunk=CHUNK, **promised) as nodes:
+        own = [nodes.submit(random_prompt(ROUNDS, seed=70 + index), on=index) for index in (0, 1, 0, 1)]
+        prompts = [random_prompt(ROUNDS, seed=80 + index) for index in range(2)]
+        results = [nodes.submit(prompt, on=index, helpers=[1 - index]) for index, prompt in enumerate(prompts)]
+        nodes.client.wait(*own, *results)
+        for prompt, result in zip(prompts, results, strict=True):
+            nodes.check(result, prompt)
+        assert [nodes.count(index, "shared_begun") for index in (0, 1)] == [1, 1]
 
 
 @pytest.mark.parametrize("num_rounds", [4, pytest.param(60, marks=pytest.mark.slow)])

@@ -29,6 +29,7 @@ from tandem.engine.contracts.wire.requests import Cancel, RequestFailed, Submit,
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.ports import NoTiers
+from tandem.engine.scheduling.prompt_order import SlackOrder
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.scheduling.step import RunnerOutput, ScheduledRow, SchedulerOutput
@@ -75,7 +76,7 @@ class Landing:
 class ShareNode:
     """One node, and its device."""
 
-    def __init__(self, name: str, num_blocks: int, clock: StepClock) -> None:
+    def __init__(self, name: str, num_blocks: int, clock: StepClock, has_deadlines: bool) -> None:
         scheduling = SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=64, max_prefill_chunk=CHUNK)
         options = NodeOptions("unified", ModelOptions("m"), CacheOptions(BLOCK, BLOCK), scheduling, timeouts=TIMES)
         self.info = NodeInfo(
@@ -88,6 +89,7 @@ class ShareNode:
             scheduling, self.pool, block_size=BLOCK, max_model_len=200, eos_token_ids=[],
             root_for_salt=lambda salt: root_hash(b"model", salt), connector=self.handoffs.source.prompts,
             tiers=self.handoffs.puller, shares=self.handoffs.shares, clock=clock,
+            prompt_order=SlackOrder(30.0, clock) if has_deadlines else None,
         )  # fmt: skip
         self.scheduler = Scheduler(state)
         self.logic = ServingNode(self.info, RequestBook(100, 200), self.scheduler, self.pool, 9, self.handoffs)
@@ -122,10 +124,11 @@ class ShareNode:
 class ShareWorld:
     """`post` is what has been sent and not arrived; nothing happens by itself. `told`: what the router heard."""
 
-    def __init__(self, *num_blocks: int) -> None:
+    def __init__(self, *num_blocks: int, has_deadlines: bool = False) -> None:
         self.now = 1.0
         clocks = [StepClock(lambda: self.now) for _ in num_blocks]
-        self.nodes = [ShareNode("abc"[index], *each) for index, each in enumerate(zip(num_blocks, clocks, strict=True))]
+        each_has = zip("abc", num_blocks, clocks, strict=False)
+        self.nodes = [ShareNode(*each, has_deadlines) for each in each_has]
         self.post: deque[tuple[ShareNode, ShareNode, Any]] = deque()
         self.told: list[Tokens | RequestFailed] = []
         self.corrupts = False  # the next push

@@ -60,9 +60,10 @@ class WorkReporter:
         # One whose last token is on its way takes no further step.
         streams = [r for r in queues.running if is_decoding(r) and r.num_launched_tokens < r.max_num_tokens]
         streams = [r for r in streams if r.prompt.mode != "prefill"]
-        streams += [r for r in queues.waiting if r.block_ids]
+        streams += [r for r in queues.waiting if r.block_ids and not r.has_help]
         started = [r for r in queues.running if r.can_advance and not is_decoding(r)]
-        due = order.due(started, [r for r in queues.waiting if not r.block_ids], state.kv.num_cached_tokens)
+        waiting = [r for r in queues.waiting if r.has_help or not r.block_ids]
+        due = order.due(started, waiting, state.kv.num_cached_tokens)
         due.sort(key=lambda each: (each.priority, each.due_at, each.order))
         base_s, growth_s = self._prompts.line
         step_s, stream_s = self._steps.line
