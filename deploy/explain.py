@@ -29,6 +29,7 @@ COLUMNS: Columns = (
 )
 PLAN_COLUMNS: Columns = (
     ("computes", "computes", 1),
+    ("helped by", "helped_by", 1),
     ("decodes", "decodes", 1),
     ("pulls from", "pulls_from", 1),
     ("cost ms", "cost_s", 1e3),

@@ -48,6 +48,7 @@ def add_explain_route(app: FastAPI, service: CompletionService, gate: Gate, limi
 def _shown_plan(plan: Plan) -> dict[str, Any]:
     return {
         "computes": plan.computing[0].node_id,
+        "helped_by": " ".join(key.node_id for key in plan.computing[1:]),
         "decodes": plan.decoding.node_id,
         "pulls_from": "" if plan.peer is None else plan.peer.node_id,
         "cost_s": round(plan.cost_s, 6),

@@ -25,7 +25,7 @@ from tandem.router.nodes.discovery import NodeDiscovery
 from tandem.router.nodes.link import AboutAdapters, NodeLink, RequestMessage, Verb
 from tandem.router.nodes.node_socket import new_context
 from tandem.router.nodes.served_model import ServedModel
-from tandem.router.placing.elastic import Plan
+from tandem.router.placing.elastic import ElasticPlacement, Plan
 from tandem.router.placing.elastic_finder import find_elastic, plans
 from tandem.router.placing.fleet_need import FleetNeed
 from tandem.router.placing.helpers import with_helpers
@@ -78,6 +78,7 @@ class Cluster:
         self._serving: list[NodeView] | None = None  # None: to be found out
         self.adapters = ServedAdapters(options.lora, self._say, lambda: [*self._links_by_key])
         self._policy, self.is_elastic = make_policy(options.placement, hello.epoch), options.placement == "elastic"
+        self._rule = ElasticPlacement(options.prefill_nodes_per_prompt, options.prefill_shared_tokens)
         self.need = FleetNeed()
         self.model = ServedModel(given_names(options.model.served_name), tokenizer)
         self.profiles: NodeAnswers[Profiled] = NodeAnswers()
@@ -221,7 +222,7 @@ class Cluster:
     def place(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> Placement | None:
         self._hear_siblings(now)
         cached, nodes, options = self._cached_tokens(block_hashes), self.serving(), self._options
-        placement = find_elastic(request, nodes, cached, now) if self.is_elastic else None
+        placement = find_elastic(request, nodes, cached, now, self._rule) if self.is_elastic else None
         if placement is None:
             placement = find_placement(request, nodes, cached, options.local_tail_tokens, self._policy, now)
         if placement is not None:
@@ -260,7 +261,9 @@ class Cluster:
 
     def plans(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> list[Plan]:
         """What the elastic rule chooses from now, cheapest first; none where it doesn't place."""
-        return plans(request, self.serving(), self._cached_tokens(block_hashes), now) if self.is_elastic else []
+        if not self.is_elastic:
+            return []
+        return plans(request, self.serving(), self._cached_tokens(block_hashes), now, self._rule)
 
     def _cached_tokens(self, block_hashes: Sequence[bytes]) -> dict[NodeKey, int]:
         if self._directory is None or self.model.identity is None or not block_hashes:

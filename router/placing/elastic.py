@@ -8,7 +8,7 @@ twice. The cheapest is taken; of equals the one whose nodes come first by name.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.rate import AIMED_AT, STRETCH
 from tandem.router.placing.division import takers_of_streams
 from tandem.router.placing.outlook import Forecast, Outlook
-from tandem.router.placing.policies import DUPLICATE_COST, NO_ROOM_S, SEQUENCE_COST_TOKENS
+from tandem.router.placing.policies import DUPLICATE_COST, NO_ROOM_S, SEQUENCE_COST_TOKENS, SESSION_PATIENCE_S
 
 # Work on a node that is for the other first: so much of what a prompt takes there, so much for a stream, and never as
 # much as somebody who is late.
@@ -41,6 +41,8 @@ class Task(msgspec.Struct, frozen=True):
     ttft_s: float
     tpot_s: float  # 0.0: nothing
     moves: bool = True  # whether another node may decode than the one that computes
+    may_be_shared: bool = True  # whether several nodes may compute it
+    homes: frozenset[NodeKey] = frozenset()  # where its session belongs, if nobody is known to hold any of it
     adapter_s: Mapping[NodeKey, float] = {}  # where its adapter would have to be read, what that takes
 
 
@@ -62,6 +64,7 @@ class Fleet:
     stays: frozenset[NodeKey] = frozenset()  # who computes only what he decodes
     takes_none: frozenset[NodeKey] = frozenset()  # who decodes only what he computes
     leanings: Mapping[NodeKey, str] = field(default_factory=dict)  # who is for prompts ("prefill") or streams first
+    kinds: Mapping[NodeKey, Hashable | None] = field(default_factory=dict)  # nodes of the same may share a prompt
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -122,25 +125,28 @@ class _Lead:
 
 @dataclass(frozen=True)
 class ElasticPlacement:
-    """The rule. `most_nodes`: that compute one prompt."""
+    """The rule. `most_nodes`: that compute one prompt, each of them `shared_tokens` at least."""
 
     most_nodes: int = MOST_NODES
+    shared_tokens: int = SHARED_TOKENS
 
     def find(self, task: Task, fleet: Fleet, cached: Mapping[NodeKey, int], now: float) -> Plan | None:
         """The cheapest plan; None when no node may compute or none may decode. `cached`: leading tokens, by node."""
-        found = _Search(task, _divided(task, fleet, cached), cached, now, self.most_nodes).plans()
-        return min(found, key=_by_cost, default=None)
+        return min(self._search(task, fleet, cached, now).plans(), key=_by_cost, default=None)
 
     def plans(self, task: Task, fleet: Fleet, cached: Mapping[NodeKey, int], now: float) -> list[Plan]:
         """All plans that are looked at, the cheapest first."""
-        return sorted(_Search(task, _divided(task, fleet, cached), cached, now, self.most_nodes).plans(), key=_by_cost)
+        return sorted(self._search(task, fleet, cached, now).plans(), key=_by_cost)
+
+    def _search(self, task: Task, fleet: Fleet, cached: Mapping[NodeKey, int], now: float) -> _Search:
+        return _Search(task, _divided(task, fleet, cached), cached, now, self)
 
     def spread(
         self, task: Task, lead: Outlook, others: Sequence[Outlook], num_cached: int, now: float
     ) -> Spread | None:
-        """Who of `others`, in their order, would make a prompt cost less that `lead` has; None: nobody."""
+        """Who of `others` would make a prompt cost less that `lead` has; None: nobody."""
         fleet = Fleet([lead, *others], [lead], Roads(0.0, 0.0))
-        return _Search(task, fleet, {lead.key: num_cached}, now, self.most_nodes).spread(lead, others)
+        return _Search(task, fleet, {lead.key: num_cached}, now, self).spread(lead, others)
 
 
 def _by_cost(plan: Plan) -> tuple[float, tuple[NodeKey, ...], NodeKey]:
@@ -178,8 +184,10 @@ def _divided(task: Task, fleet: Fleet, cached: Mapping[NodeKey, int]) -> Fleet:
 class _Search:
     """One decision."""
 
-    def __init__(self, task: Task, fleet: Fleet, cached: Mapping[NodeKey, int], now: float, most_nodes: int) -> None:
-        self._task, self._cached, self._now, self._most_nodes = task, cached, now, most_nodes
+    def __init__(
+        self, task: Task, fleet: Fleet, cached: Mapping[NodeKey, int], now: float, rule: ElasticPlacement
+    ) -> None:
+        self._task, self._cached, self._now, self._rule = task, cached, now, rule
         self._fleet, self._roads = fleet, fleet.roads
         self._without: dict[NodeKey, Forecast] = {}  # what becomes of nodes' prompts without this one
         self._usual_s = 0.0  # what nodes got of prompt work lately, on average
@@ -197,29 +205,61 @@ class _Search:
         holder = self._holder()
         leads = [self._lead(node, holder) for node in near]
         alone = {lead.node.key: self._price([lead]) for lead in leads}
+        plans = [plan for lead in leads for plan in self._of_group([lead], alone[lead.node.key], sinks)]
+        if self._rule.most_nodes > 1 and task.may_be_shared and plans:
+            plans += self._shared(min(plans, key=_by_cost), leads, alone, sinks)
+        return plans
+
+    def _shared(
+        self, best: Plan, leads: Sequence[_Lead], alone: dict[NodeKey, _Price], sinks: Sequence[Outlook]
+    ) -> list[Plan]:
+        """The plans of several nodes: where somebody would be late by the `best` of those of one, else of nodes that
+        have nothing to do."""
+        if not best.num_late:
+            leads = [each for each in leads if self._is_idle(each.node)]
+        others = {each.node.key: each for each in leads}
+        for node in self._mates(best, others):
+            self._without[node.key] = node.without(self._now)
+            others[node.key] = each = self._lead(node, (None, 0))
+            alone[node.key] = self._price([each])
+        ordered = sorted(others.values(), key=lambda each: (alone[each.node.key].cost_s, each.node.key))
         plans: list[Plan] = []
         for lead in leads:
-            plans += self._of_group([lead], alone[lead.node.key], sinks)
-            numbers = [num for num in self._numbers(lead, len(leads)) if num > 1]
-            if numbers:
-                others = sorted(
-                    (o for o in leads if o is not lead), key=lambda o: (alone[o.node.key].cost_s, o.node.key)
-                )
-                for num_nodes in numbers:
-                    group = [lead, *others[: num_nodes - 1]]
-                    plans += self._of_group(group, self._price(group), sinks)
+            helpers = [each for each in ordered if self._may_help(each.node, lead)]
+            for num_nodes in self._numbers(lead, 1 + len(helpers))[1:]:
+                group = [lead, *helpers[: num_nodes - 1]]
+                plans += self._of_group(group, self._price(group), sinks)
         return plans
+
+    def _mates(self, best: Plan, others: Mapping[NodeKey, _Lead]) -> list[Outlook]:
+        """Who may share a prompt with the first node of `best`, and is not among `others`: of many nodes those are
+        few that are looked at."""
+        fleet, lead = self._fleet, best.computing[0]
+        if len(fleet.computing) <= SHORTLIST or best.peer is not None or fleet.kinds.get(lead) is None:
+            return []
+        found = [n for n in fleet.computing if fleet.kinds.get(n.key) == fleet.kinds[lead] and n.key not in others]
+        found = [node for node in found if node.key != lead and (best.num_late or self._is_idle(node))]
+        return heapq.nsmallest(self._rule.most_nodes, found, key=lambda node: (node.backlog_s(self._now), node.key))
+
+    def _may_help(self, node: Outlook, lead: _Lead) -> bool:
+        kinds, has_room = self._fleet.kinds, node.report.free_tokens > self._task.num_prompt_tokens
+        is_alike = kinds.get(node.key) is not None and kinds[node.key] == kinds.get(lead.node.key)
+        return is_alike and has_room and node is not lead.node and not lead.num_pulled
+
+    def _is_idle(self, node: Outlook) -> bool:
+        return not node.num_streams and not node.has_prompts(self._now)
 
     def spread(self, lead: Outlook, others: Sequence[Outlook]) -> Spread | None:
         """See ElasticPlacement."""
         self._without = {node.key: node.without(self._now) for node in (lead, *others)}
-        leads = [self._lead(node, (None, 0)) for node in (lead, *others)]
-        numbers = [num for num in (1, 2, 4, 8) if num <= min(self._most_nodes, len(leads))]
-        prices = {num: self._price(leads[:num]) for num in numbers}
+        first, *rest = [self._lead(node, (None, 0)) for node in (lead, *others)]
+        rest.sort(key=lambda each: (self._price([each]).cost_s, each.node.key))
+        numbers = [num for num in (1, 2, 4, 8) if num <= min(self._rule.most_nodes, 1 + len(rest))]
+        prices = {num: self._price([first, *rest[: num - 1]]) for num in numbers}
         alone, num = prices[1], min(prices, key=lambda each: (prices[each].cost_s, each))
         if num == 1:
             return None
-        best, helpers = prices[num], tuple(node.key for node in others[: num - 1])
+        best, helpers = prices[num], tuple(each.node.key for each in rest[: num - 1])
         return Spread(helpers, alone.own_s, best.own_s, alone.num_late, best.num_late, best.share_s, best.due_s)
 
     # --- who may ------------------------------------------------------------------------------------------------
@@ -246,9 +286,9 @@ class _Search:
         held = min(self._cached.get(node.key, 0), self._task.num_prompt_tokens - 1)
         return _Lead(node, held, most - held, peer) if most > held else _Lead(node, held, 0, None)
 
-    def _numbers(self, lead: _Lead, num_leads: int) -> Iterable[int]:
+    def _numbers(self, lead: _Lead, num_nodes: int) -> list[int]:
         num_new = self._task.num_prompt_tokens - lead.num_held - lead.num_pulled
-        most = min(self._most_nodes, num_leads, max(1, num_new // SHARED_TOKENS))
+        most = min(self._rule.most_nodes, num_nodes, max(1, num_new // self._rule.shared_tokens))
         return [num for num in (1, 2, 4, 8) if num <= most]
 
     # --- what it costs ------------------------------------------------------------------------------------------
@@ -266,6 +306,8 @@ class _Search:
             twice_s = moved * DUPLICATE_COST * lead.node.least_s_per_token * (not self._is_meant(lead, sink))
             moving_s = self._roads.handover_s * (sink is not lead.node) + moved * self._roads.transfer_s_per_token
             against_s = self._against(group, price, sink)
+            homes = self._task.homes
+            against_s += SESSION_PATIENCE_S * bool(homes and not homes.issuperset((lead.node.key, sink.key)))
             plans.append(
                 Plan(
                     computing=tuple(each.node.key for each in group),

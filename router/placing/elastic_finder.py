@@ -15,6 +15,7 @@ from tandem.router.placing.placement import (
     Placement,
     PlacementRequest,
     fitting,
+    home_of,
     mean_transfer_s,
     with_prefix,
 )
@@ -28,19 +29,25 @@ MOST_OF_POOL = 0.25  # docs/blocks.md: beside what is promised, half of it, and 
 # What is counted of a placement, whatever nodes report.
 MOST_TOKENS, MOST_S = 1 << 31, 1e6  # guesses
 WHY = "elastic"
+ALONE = ElasticPlacement(1)
 
 
 def find_elastic(
-    request: PlacementRequest, nodes: Sequence[NodeView], cached_tokens: Mapping[NodeKey, int], now: float
+    request: PlacementRequest,
+    nodes: Sequence[NodeView],
+    cached_tokens: Mapping[NodeKey, int],
+    now: float,
+    rule: ElasticPlacement = ALONE,
 ) -> Placement | None:
-    """The cheapest plan as a placement. None: the rule can't say, since a node doesn't report its work, the request's
-    session has a home, or no node takes it."""
-    if request.session or any(node.outlook is None for node in nodes if node.usable):
+    """The cheapest plan as a placement. None: the rule can't say, since a node doesn't report its work, or no node
+    takes it."""
+    if any(node.outlook is None for node in nodes if node.usable):
         return None
     cached = {} if request.prompt_logprobs else cached_tokens
     preferred = [node for node in nodes if node.key not in request.avoid]
     for candidates in (preferred, nodes) if request.avoid else (nodes,):
-        plan = _cheapest(request, candidates, cached, now)
+        asked = _asked(request, candidates, cached)
+        plan = None if asked is None else rule.find(*asked, cached, now)
         if plan is not None:
             return with_prefix(_placement(plan, request, candidates, cached, now), candidates, cached, request)
     return None
@@ -62,24 +69,34 @@ def told_of(placement: Placement, request: PlacementRequest) -> list[Told]:
     return found
 
 
+def told_helpers(placement: Placement, nodes: Sequence[NodeView]) -> list[tuple[NodeView, Told]]:
+    """What to count of the nodes that help, by the plan."""
+    plan, found = placement.plan, []
+    helpers = () if plan is None else plan.computing[1:]
+    for node in nodes:
+        if plan is not None and node.key in helpers and node.outlook is not None:
+            num_tokens = min(round(plan.share_s / node.outlook.s_per_token), MOST_TOKENS)
+            found.append((node, Told(node.tag, num_tokens, 1, 0, 0, round(1e3 * min(plan.due_s, MOST_S)))))
+    return found
+
+
 def plans(
-    request: PlacementRequest, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float
+    request: PlacementRequest,
+    nodes: Sequence[NodeView],
+    cached: Mapping[NodeKey, int],
+    now: float,
+    rule: ElasticPlacement = ALONE,
 ) -> list[Plan]:
     """The plans that the rule would choose from, cheapest first; none where it doesn't place."""
     if any(node.outlook is None for node in nodes if node.usable):
         return []
-    asked = _asked(request, nodes)
-    return [] if asked is None else ElasticPlacement(1).plans(*asked, cached, now)
+    asked = _asked(request, nodes, cached)
+    return [] if asked is None else rule.plans(*asked, cached, now)
 
 
-def _cheapest(
-    request: PlacementRequest, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float
-) -> Plan | None:
-    asked = _asked(request, nodes)
-    return None if asked is None else ElasticPlacement(1).find(*asked, cached, now)
-
-
-def _asked(request: PlacementRequest, nodes: Sequence[NodeView]) -> tuple[Task, Fleet] | None:
+def _asked(
+    request: PlacementRequest, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int]
+) -> tuple[Task, Fleet] | None:
     prefills, decoders = fitting(request, nodes)
     ends_at_once = request.max_tokens == 1 and request.num_samples == 1 and not request.prompt_logprobs
     moves = not (request.prompt_logprobs or request.is_precise or ends_at_once)
@@ -95,10 +112,18 @@ def _asked(request: PlacementRequest, nodes: Sequence[NodeView]) -> tuple[Task, 
         stays=frozenset(node.key for node in decoders if node.role == "decode" or _is_large(request, node)),
         leanings={node.key: node.leaning for node in (*sources, *decoders)},
         takes_none=frozenset(node.key for node in decoders if node.role == "unified" and _is_large(request, node)),
+        kinds={node.key: node.kind for node in (*prefills, *decoders)},
     )
     mark = request.adapter
     adapter_s = {node.key: node.adapter_s(mark) for node in (*prefills, *decoders)} if mark else {}
-    return Task(request.num_prompt_tokens, *_promised(request, computing), moves, adapter_s), fleet
+    is_plain = not (request.avoid or request.prompt_logprobs or request.is_precise)
+    homes = _homes(request.session, prefills, decoders) if request.session and not cached else frozenset()
+    return Task(request.num_prompt_tokens, *_promised(request, computing), moves, is_plain, homes, adapter_s), fleet
+
+
+def _homes(session: str, prefills: Sequence[NodeView], decoders: Sequence[NodeView]) -> frozenset[NodeKey]:
+    """Where to look for what a session had, when no directory tells: what it likes best of each kind of nodes."""
+    return frozenset(home_of(session, nodes).key for nodes in (prefills, decoders) if nodes)
 
 
 def _is_large(request: PlacementRequest, node: NodeView) -> bool:
@@ -127,16 +152,19 @@ def _placement(
 ) -> Placement:
     by_key = {node.key: node for node in nodes}
     computing, decoding = by_key[plan.computing[0]], by_key[plan.decoding]
-    num_tokens, pulls = request.num_prompt_tokens, ", pulls" if plan.peer is not None else ""
+    num_tokens, how = request.num_prompt_tokens, ", pulls" if plan.peer is not None else ""
+    helpers = tuple(by_key[key].ref for key in plan.computing[1:])
+    how += ", shared" if helpers else ""
     work = Work("all", num_tokens, adapter=request.adapter)
     if computing is decoding:
         choice = price(computing, work, cached, now, 0.0, WHY, len(nodes))
-        return Placement(computing.ref, None, f"elastic: stays{pulls}", (_pulling(choice, plan),), plan=plan)
+        choices: tuple[Choice, ...] = (_pulling(choice, plan),)
+        return Placement(computing.ref, None, f"elastic: stays{how}", choices, plan=plan, helpers=helpers)
     prompt = price(computing, msgspec.structs.replace(work, kind="prompt"), cached, now, 0.0, WHY, len(nodes))
     taken_over = Work("tokens", num_tokens, mean_transfer_s([computing]), request.adapter)
     tokens = price(decoding, taken_over, cached, now, 0.0, WHY, len(nodes))
     choices = (tokens, _pulling(prompt, plan))
-    return Placement(decoding.ref, computing.ref, f"elastic: hands over{pulls}", choices, plan=plan)
+    return Placement(decoding.ref, computing.ref, f"elastic: hands over{how}", choices, plan=plan, helpers=helpers)
 
 
 def _pulling(choice: Choice, plan: Plan) -> Choice:

@@ -1,9 +1,9 @@
 """Which nodes may compute chunks of a long prompt in turn with the node that it was placed on, and whether they should.
 Pure.
 
-Nodes that have no other prompts are named; streams are no hindrance where nodes report their work: then the prompt is
-spread if somebody would be late without that and it costs less, all counted as elastic placement does. Nodes without
-anything to do help in any case. Which chunk is whose is decided by the node that has the prompt
+Where nodes report their work other prompts and streams are no hindrance: the prompt is spread if somebody would be late
+without that and it costs less, all counted as elastic placement does, which decides both at once where it places. Nodes
+without anything to do help in any case. Which chunk is whose is decided by the node that has the prompt
 (docs/pipelined_prompts.md).
 """
 
@@ -15,20 +15,20 @@ import msgspec
 
 from tandem.engine.contracts.config import RouterOptions
 from tandem.router.placing.elastic import ElasticPlacement, Spread, Task
-from tandem.router.placing.elastic_finder import told_of
+from tandem.router.placing.elastic_finder import told_helpers, told_of
 from tandem.router.placing.placement import Placement, PlacementRequest
-from tandem.router.placing.prefix_source import keeps_blocks
 from tandem.router.placing.siblings import Told
 from tandem.router.placing.view import NodeView
-
-TELLS_OF_LAYERS = ("local", "shm", "cuda_ipc")  # transports of a host by which chunks are used while they come
 
 
 def with_helpers(
     placement: Placement, request: PlacementRequest, nodes: Sequence[NodeView], options: RouterOptions, now: float
 ) -> tuple[Placement, list[tuple[NodeView, Told]]]:
-    """(`placement` with helpers, if any; what to count of each node that it names)."""
+    """(`placement` with helpers, if any; what to count of each node that it names). A plan of the elastic rule names
+    them already."""
     chosen = list(zip((choice.node for choice in placement.choices), told_of(placement, request), strict=True))
+    if placement.plan is not None:
+        return placement, [*told_helpers(placement, nodes), *chosen]
     helpers, spread = find_helpers(placement, request, nodes, options, now)
     if not helpers:
         return placement, chosen
@@ -44,15 +44,15 @@ def with_helpers(
 def find_helpers(
     placement: Placement, request: PlacementRequest, nodes: Sequence[NodeView], options: RouterOptions, now: float
 ) -> tuple[list[NodeView], Spread | None]:
-    """(The helpers of the node that computes the prompt; what is foreseen, if anything). None of them has other
-    prompts, nor has that node; a request whose nodes have failed gets none."""
+    """(The helpers of the node that computes the prompt; what is foreseen, if anything). Where nodes don't report
+    their work neither they nor that node have any; a request whose nodes have failed gets none."""
     choice, least = placement.choices[-1], options.prefill_shared_tokens
     most_nodes = min(options.prefill_nodes_per_prompt, max(1, 2 * choice.num_new_tokens // least))
     if most_nodes < 2 or request.avoid or request.prompt_logprobs or request.is_precise or placement.prefix is not None:
         return [], None
-    if choice.num_new_tokens < least or not _may_share(choice.node, now):
+    if choice.num_new_tokens < least or not _may_share(choice.node) or choice.node.kind is None:
         return [], None
-    able = [each for each in nodes if each is not choice.node and _may_share(each, now) and _fits(choice.node, each)]
+    able = [each for each in nodes if each is not choice.node and _may_share(each) and each.kind == choice.node.kind]
     able = [each for each in able if each.free_tokens > request.num_prompt_tokens]
     able.sort(key=lambda each: (each.num_sequences, each.num_new_tokens, each.info.node_id))
     idle = [] if choice.node.num_sequences else [each for each in able if not each.num_sequences]
@@ -71,22 +71,7 @@ def find_helpers(
     return [], None
 
 
-def _may_share(node: NodeView, now: float) -> bool:
-    """Whether it has no prompts, as far as is known: with some it would decline."""
-    if not node.usable or node.silent:
-        return False
-    return node.num_sequences == 0 or (node.outlook is not None and not node.outlook.has_prompts(now))
-
-
-def _fits(node: NodeView, peer: NodeView) -> bool:
-    """Whether the peer's work is this node's kind of work, and layers reach it while they are computed."""
-    ours, theirs = node.info, peer.info
-    shared = ours.transports.keys() & theirs.transports.keys()
-    return (
-        ours.role == theirs.role
-        and ours.host_id == theirs.host_id
-        and ours.layout is not None
-        and ours.num_ranks == theirs.num_ranks == 1  # ranks beside the first wait for no layer under a step
-        and keeps_blocks(node, peer)
-        and any(name in shared for name in TELLS_OF_LAYERS)
-    )
+def _may_share(node: NodeView) -> bool:
+    """Whether it may take part: with prompts it declines unless it orders them by deadlines, as nodes do that report
+    their work."""
+    return node.usable and not node.silent and (node.num_sequences == 0 or node.outlook is not None)

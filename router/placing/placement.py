@@ -18,14 +18,19 @@ import msgspec
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.parts import NO_TARGETS, PeerRef, PrefixHint, Targets
 from tandem.router.placing.elastic import Plan, Spread
-from tandem.router.placing.policies import Choice, PlacementPolicy, Work, mean_new_tokens, price
+from tandem.router.placing.policies import (
+    SESSION_PATIENCE_S,
+    Choice,
+    PlacementPolicy,
+    Work,
+    mean_new_tokens,
+    price,
+)
 from tandem.router.placing.prefix_source import with_holder
 from tandem.router.placing.view import NodeView, affinity
 
 __all__ = ["Choice", "NodeView", "Placement", "PlacementRequest", "find_placement", "offers"]
 
-# A session stays at its home until others are ahead by this much prompt work, or its home has no room.
-SESSION_PATIENCE_S = 1.0  # a guess
 # What a hand-over takes besides its bytes: claim, grant, digests, commit, each at the next turn of somebody's loop.
 HANDOVER_S = 0.01  # docs/measurements.md#the-gap-of-a-hand-off
 # A prefill node gets a short tail that a decode node could take only if it is done with it this much sooner: a long
@@ -147,6 +152,12 @@ def offers(
     return sorted(found, key=lambda choice: choice.cost_s)
 
 
+def home_of(session: str, nodes: Sequence[NodeView]) -> NodeView:
+    """The node that a session likes best, in every router process the same."""
+    number = int.from_bytes(hashlib.sha256(session.encode()).digest()[:8], "little")
+    return max(nodes, key=lambda node: affinity(number, node))
+
+
 def mean_transfer_s(sources: Sequence[NodeView]) -> float:
     """Mean seconds of handing over a token's KV, over the source nodes that have measured their pushes."""
     measured = [rate for node in sources if (rate := node.status.transfer_s_per_token)]
@@ -218,8 +229,7 @@ class _Finder:
 
     def _home(self, nodes: Sequence[NodeView]) -> NodeView | None:
         """The node that the session likes best, if it is neither full nor behind the others."""
-        session = int.from_bytes(hashlib.sha256(self.request.session.encode()).digest()[:8], "little")
-        home = max(nodes, key=lambda node: affinity(session, node))
+        home = home_of(self.request.session, nodes)
         ahead = min(node.idle_at for node in nodes)
         if home.backlog_s(self.now) > max(0.0, ahead - self.now) + SESSION_PATIENCE_S:
             return None

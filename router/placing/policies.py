@@ -30,6 +30,8 @@ DUPLICATE_COST = 2.0  # docs/measurements.md#placement-on-a-trace
 # What new content costs a cache that got twice the average or more of it lately, in shares of computing it: as much as
 # a hit on it is worth elsewhere. Else all that shares a short prefix fills one cache of an idle cluster.
 CROWDING_COST = 1 + DUPLICATE_COST
+# A session stays at its home until others are ahead by this much prompt work, or its home has no room.
+SESSION_PATIENCE_S = 1.0  # a guess
 # A node without room for the prompt makes it wait; any other node is better, however busy.
 NO_ROOM_S = 3600.0  # a guess
 

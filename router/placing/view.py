@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import MARK_BYTES, NodeInfo, PeerRef
@@ -16,6 +17,7 @@ TRANSFER_SHARE = 0.25  # a guess
 ADAPTER_READ_S = 0.1  # a guess
 # Half-life of `num_new_tokens`.
 NEW_TOKENS_MEMORY_S = 300.0  # a guess
+TELLS_OF_LAYERS = frozenset({"local", "shm", "cuda_ipc"})  # transports of a host by which chunks are used as they come
 _ODD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
@@ -36,6 +38,7 @@ class NodeView:
         "idle_at",
         "info",
         "key",
+        "kind",
         "lost",
         "model",
         "most_precise_tokens",
@@ -58,6 +61,7 @@ class NodeView:
         self.key = info.key
         self.role = info.role
         self.model = info.identity.key() if info.identity is not None else b""
+        self.kind = _kind(info, self.model)
         self.most_tokens = info.max_model_len or math.inf  # to which a sequence may grow here: the pool may be small
         self.most_precise_tokens = info.most_precise_tokens
         self.lost = False
@@ -153,6 +157,16 @@ class NodeView:
         perhaps = sum(tokens for tokens, _ in self.unseen.values()) - surely
         least = now + (status.num_waiting_tokens + surely) * self.prefill_s_per_token
         self.idle_at = min(max(self.idle_at, least), least + perhaps * self.prefill_s_per_token)
+
+
+def _kind(info: NodeInfo, model: bytes) -> Hashable | None:
+    """What nodes have in common that may compute one prompt together: work of one kind, on one host, where layers reach
+    the other while they are computed, into blocks that are alike. None: it shares with nobody; ranks beside the first
+    wait for no layer under a step."""
+    layout, ways = info.layout, TELLS_OF_LAYERS & info.transports.keys()
+    if layout is None or info.num_ranks != 1 or not ways:
+        return None
+    return info.role, info.host_id, model, layout.block_size, layout.groups, layout.tp_size, frozenset(ways)
 
 
 def affinity(session: int, node: NodeView) -> int:

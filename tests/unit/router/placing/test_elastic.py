@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 
 from tandem.engine.contracts.keys import NodeKey
@@ -22,6 +23,7 @@ A, B, C, D = (NodeKey(name, 1) for name in "abcd")
 
 
 def node(key: NodeKey, **fields: object) -> Outlook:
+    fields = {"free_tokens": 1_000_000, **fields}
     report = NodeReport(s_per_token=TOKEN_S, least_s_per_token=TOKEN_S, step_s=0.005, **fields)  # type: ignore[arg-type]
     return Outlook(key, report)
 
@@ -30,9 +32,10 @@ def find(
     *nodes: Outlook, task: Task = TASK, cached: Mapping[NodeKey, int] | None = None, most: int = 1, roads: Roads = ROADS
 ) -> Plan:
     placement, backwards = ElasticPlacement(most_nodes=most), nodes[::-1]
-    plan = placement.find(task, Fleet(nodes, nodes, roads), cached or {}, 0.0)
+    kinds = {each.key: "" for each in nodes}
+    plan = placement.find(task, Fleet(nodes, nodes, roads, kinds=kinds), cached or {}, 0.0)
     assert plan is not None
-    again = placement.find(task, Fleet(backwards, backwards, roads), cached or {}, 0.0)
+    again = placement.find(task, Fleet(backwards, backwards, roads, kinds=kinds), cached or {}, 0.0)
     assert plan == again, "whatever their order"
     return plan
 
@@ -197,6 +200,25 @@ def test_a_prompt_too_long_for_one_node_is_spread() -> None:
     plan = find(node(A), node(B), node(C), node(D), task=task, most=4)
     assert (plan.computing, plan.decoding, plan.num_late) == ((A, B, C, D), A, 0)
     assert plan.own_s == pytest.approx(plan.share_s) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("others", [{"free_tokens": 59_000}, {"kind": "of another host"}, {"num_streams": 1}])
+def test_who_lacks_room_or_reaches_it_not_does_not_help_nor_who_has_streams_where_nobody_is_late(others: dict) -> None:
+    task, kind = Task(60_000, ttft_s=2.0, tpot_s=0.025), others.pop("kind", "")
+    task = msgspec.structs.replace(task, ttft_s=9.0) if "num_streams" in others else task
+    nodes = [node(A), node(B, **others)]
+    fleet = Fleet(nodes, nodes, ROADS, kinds={A: "", B: kind})
+    plan = ElasticPlacement(2).find(task, fleet, {}, 0.0)
+    assert plan is not None
+    assert plan.computing == (A,)
+
+
+def test_a_session_stays_at_its_home_while_nothing_is_known_and_nobody_is_late_for_it() -> None:
+    homely = msgspec.structs.replace(TASK, homes=frozenset({B}))
+    busy = [node(A), node(B, prompts=((1.0, 5_000),))]
+    assert find(*busy).computing == (A,)
+    assert find(*busy, task=homely).computing == (B,)
+    assert find(node(A), node(B, prompts=((1.5, 12_000),)), task=homely).computing == (A,), "it would be late at home"
 
 
 def test_a_short_prompt_is_not_spread() -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from tandem.engine.contracts.config import RouterOptions
+from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
 from tandem.engine.contracts.wire.adapters import HeldAdapters
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo, Targets
 from tandem.engine.contracts.wire.work import NodeReport
+from tandem.router.placing.elastic import ElasticPlacement
 from tandem.router.placing.elastic_finder import find_elastic, plans, told_of
 from tandem.router.placing.fleet_need import spare_share
+from tandem.router.placing.helpers import with_helpers
 from tandem.router.placing.placement import Placement, PlacementRequest
 from tandem.router.placing.view import NodeView
 
@@ -91,7 +96,42 @@ def test_nodes_that_failed_it_are_taken_last() -> None:
 
 def test_it_can_not_say_where_nodes_do_not_report() -> None:
     assert find(node("a"), node("b", work=None)) is None
-    assert find(node("a"), session="mine") is None, "sessions have homes"
+
+
+def test_a_session_goes_home_until_somebody_is_known_to_hold_its_prompt() -> None:
+    nodes = [node(name) for name in "abcdef"]
+    homes = {chosen(find(*nodes, session=f"s{index}")) for index in range(40)}
+    assert homes == {(name, name) for name in "abcdef"}
+    (home, _), *_ = {chosen(find(*nodes, session="mine")) for _ in range(3)}
+    other = next(each for each in nodes if each.info.node_id != home)
+    assert chosen(find(*nodes, session="mine", cached={other.key: 9_000})) == (other.info.node_id,) * 2
+
+
+def sharing(name: str, **fields: Any) -> NodeView:
+    """A node that layers of other nodes' chunks reach."""
+    view = node(name, **fields)
+    layout = KVLayout((KVGroup(2, 2, 8, "float32"),), 64)
+    info = msgspec.structs.replace(view.info, host_id="here", layout=layout, transports={"shm": b""})
+    return NodeView(info, view.status)
+
+
+def test_a_prompt_is_placed_on_several_nodes_at_once() -> None:
+    """Who has one prompt helps, too, where that makes somebody in time; two that have failed it don't."""
+    nodes = [sharing("a"), sharing("b", prompts=((9.0, 3_000),)), node("c", prompts=BUSY)]
+    request, rule = PlacementRequest(30_000, 100), ElasticPlacement(2)
+    placement = find_elastic(request, nodes, {}, 0.0, rule)
+    assert placement is not None
+    assert chosen(placement) == ("a", "a")
+    assert placement.reason == "elastic: stays, shared"
+    assert [each.node_id for each in placement.helpers] == ["b"]
+    assert "helped by b" in placement.explanation()
+    _, counted = with_helpers(placement, request, nodes, RouterOptions("model"), 0.0)
+    assert {view.info.node_id: told.num_tokens for view, told in counted} == {"a": 15_000, "b": 15_000}
+    assert plans(request, nodes, {}, 0.0, rule)[0] == placement.plan
+    again = msgspec.structs.replace(request, avoid=frozenset({nodes[2].key}))
+    alone = find_elastic(again, nodes, {}, 0.0, rule)
+    assert alone is not None
+    assert alone.helpers == ()
 
 
 def test_what_is_promised_to_the_request_counts_before_what_nodes_promise() -> None:

@@ -118,7 +118,8 @@ def streaming(name: str, prompts: tuple = (), ttft_s: float = 2.0) -> NodeView:
     ("nodes", "named"),
     [
         ([streaming("a", ttft_s=0.5), streaming("b", ttft_s=0.5)], ["b"]),
-        ([streaming("a", ttft_s=0.5), streaming("b", ttft_s=0.5, prompts=((0.5, 100),))], []),
+        ([streaming("a", ttft_s=0.5), streaming("b", ttft_s=0.5, prompts=((0.5, 100),))], ["b"]),
+        ([streaming("a", ttft_s=0.5), streaming("b", ttft_s=0.5, prompts=((0.5, 4_900),))], []),
         ([streaming("a"), streaming("b")], []),
     ],
 )
