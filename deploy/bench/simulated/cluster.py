@@ -106,13 +106,13 @@ class Simulation:
         placing = self._routers[index % len(self._routers)].place(job, self._ping, now)
         nodes = [self._by_id[node_id] for node_id in placing.computing]
         job.peer = self._by_id[placing.peer].cache if placing.peer else None
-        job.num_nodes = len(nodes)
+        job.places = placing.computing
         if nodes != [self._by_id[placing.decoding]]:
             job.decode_on = placing.decoding
             self._sources[job] = nodes[0]
         for node in nodes:
             node.submit(job, now)
-            self._schedule(node)
+            self._goes_on(node, now)
 
     def _next_event(self) -> None:
         at, _, node, job = heapq.heappop(self._heap)
@@ -132,7 +132,15 @@ class Simulation:
             node.computed.clear()
         else:
             return
+        self._goes_on(node, at)
+
+    def _goes_on(self, node: SimulatedNode, now: float) -> None:
+        """Schedules what a node has begun, and those whose turn it is by that."""
         self._schedule(node)
+        for job in node.passed_on():
+            for other in [self._by_id[node_id] for node_id in job.places if node_id != node.node_id]:
+                other.nudge(now)
+                self._goes_on(other, now)
 
     def _stores(self, node: SimulatedNode, now: float) -> None:
         if node.cache.events:

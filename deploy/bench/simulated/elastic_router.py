@@ -31,10 +31,12 @@ class ElasticRouter:
         self._outlooks = {n.node_id: Outlook(NodeKey(n.node_id, EPOCH), self._report(n, 0.0)) for n in nodes}
         self._by_key = {outlook.key: outlook for outlook in self._outlooks.values()}
         self._fleet = Fleet(
-            [self._outlooks[node.node_id] for node in nodes if node.role != "decode"],
+            [self._outlooks[node.node_id] for node in nodes],
             [self._outlooks[node.node_id] for node in nodes if node.role != "prefill"],
             Roads(costs.handover_s, costs.push_s_per_token, costs.fetch_s_per_token),
+            stays=frozenset(self._outlooks[node.node_id].key for node in nodes if node.role == "decode"),
             leanings=leanings.sides,
+            kinds={self._outlooks[node.node_id].key: node.role for node in nodes},
         )
         self._placement = ElasticPlacement(shape.most_nodes)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tandem.deploy.bench.simulated.cache import TieredCache
 from tandem.deploy.bench.trace import TraceRequest
 from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
+from tandem.kv_connector.pulls.chunks import ChunkTable
 
 
 @dataclass(slots=True)
@@ -26,7 +27,8 @@ class Job:
     arrived_at: float
     decode_on: str = ""  # the node that its KV is handed over to; "": it decodes where its prompt is computed
     peer: TieredCache | None = None  # of the node that the router names to pull the prompt's prefix from
-    num_nodes: int = 1  # that take its chunks in turn
+    places: tuple[str, ...] = ()  # the nodes that compute it, the first of which has it
+    table: ChunkTable | None = None  # whose turn it is, where they are several
     num_computed: int = 0
     loading_s: float = 0.0  # what its first node spends on what it found
     num_found: int = 0  # tokens that were cached
@@ -58,9 +60,42 @@ class Job:
         return self.request.num_prompt_tokens - self.num_computed
 
     @property
-    def num_uncomputed_tokens(self) -> int:
+    def num_nodes(self) -> int:
+        """How many compute it, chunk by chunk in turn."""
+        return max(1, len(self.places))
+
+    @property
+    def num_own_tokens(self) -> int:
         """What is left for each of its nodes."""
         return -(-self.num_left // self.num_nodes)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return self.num_left
+
+    @property
+    def has_help(self) -> bool:
+        return self.num_nodes > 1
+
+    @property
+    def block_ids(self) -> tuple[str, ...]:
+        """As of a share, which has its blocks from the beginning."""
+        return self.places
+
+    def is_over_at(self, node_id: str) -> bool:
+        """Whether that node has nothing left to compute of it."""
+        if self.table is None:
+            return not self.num_left or (bool(self.places) and node_id not in self.places)
+        last = self.table.of(self.places.index(node_id))[-1]
+        return self.num_computed >= self.table.ends[last]
+
+    def chunk_for(self, node_id: str) -> int:
+        """How many tokens that node may compute now; 0: it is another's turn."""
+        if self.table is None:
+            return self.num_left if not self.places or node_id == self.places[0] else 0
+        index = self.table.chunk_at(self.num_computed)
+        is_theirs = self.places[self.table.place_of(index)] == node_id
+        return self.table.ends[index] - self.num_computed if is_theirs else 0
 
     def next_token_due(self, tpot_s: float, now: float) -> float:
         """When the next token should be there for `tpot_s` a token on average since the first."""

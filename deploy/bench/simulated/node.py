@@ -62,6 +62,7 @@ class SimulatedNode:
         self.busy_s = self.prefill_s = 0.0
         self.loaded_s = 0.0  # busy until the last request came: then long answers run on alone
         self.done: list[Job] = []
+        self._passed_on: list[Job] = []
         self.computed: list[Job] = []
         self.cache = TieredCache(gpu_tokens // TRACE_BLOCK, host_tokens // TRACE_BLOCK, partial(is_left, node_id))
         self.num_blocks = gpu_tokens // TRACE_BLOCK
@@ -75,7 +76,7 @@ class SimulatedNode:
         self._times = StepTimes()
         self._times.measured(costs.table())
         self._budget = PromptBudget(options, TRACE_BLOCK, self._clock, self._times)
-        self._prompts = Prompts(role, costs, self.cache, self._clock, options)
+        self._prompts = Prompts(node_id, role, costs, self.cache, self._clock, options)
         self._ending: list[Job] = []  # prompts that the step under way completes
         self._has_prompts: tuple[int, int] | None = None  # that step's sequences and prompt tokens
         self._decoding: list[tuple[int, int, Job]] = []  # heap by the step that makes the last token
@@ -148,6 +149,17 @@ class SimulatedNode:
         self._resuming.append(job)
         self._interrupt(now)
 
+    def passed_on(self) -> list[Job]:
+        """The prompts of which chunks have begun here since the last call: it is another node's turn."""
+        found, self._passed_on = self._passed_on, []
+        return found
+
+    def nudge(self, now: float) -> None:
+        """Notes that it may be this node's turn."""
+        if self._prompts:
+            self._now = now
+            self._interrupt(now)
+
     def arrivals_ended(self, now: float) -> None:
         """Notes that nothing more will be placed on any node."""
         began, _, num_steps = self._run
@@ -200,8 +212,7 @@ class SimulatedNode:
 
     def _first_token(self, job: Job, now: float) -> None:
         job.first_token_at = now
-        if job.num_nodes == 1 or job.decode_on == self.node_id:  # else it is kept where it decodes alone
-            self.cache.use(job.hashes)
+        self.cache.use(job.hashes)
         if job.request.num_output_tokens == 1:
             self._finish(job, now)
         elif job.decode_on and job.decode_on != self.node_id:
@@ -229,7 +240,7 @@ class SimulatedNode:
         budget = self._num_prompt_tokens()
         work = self._prompts.plan(budget, self._has_room) if budget else None
         if work is None or not work.num_tokens:
-            num_steps = 1 if self._prompts else max(1, self._decoding[0][0] - self._steps.num) if rows else 0
+            num_steps = 1 if self._prompts and rows else max(1, self._decoding[0][0] - self._steps.num) if rows else 0
             self._run = now, step_s, num_steps
             self.next_at = now + num_steps * step_s if num_steps else math.inf
             return
@@ -250,6 +261,7 @@ class SimulatedNode:
         self.next_at = ends_at
         for job, _ in work.chunks:
             job.chunk_ends_at = ends_at
+        self._passed_on += [job for job, _ in work.chunks if job.has_help]
 
     def _follows_at(self, job: Job, num_tokens: int) -> float:
         """When a chunk of a shared prompt can have ended: each layer waits for that of the chunk before it."""

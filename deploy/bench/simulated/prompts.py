@@ -12,8 +12,9 @@ from tandem.deploy.bench.trace import TRACE_BLOCK
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder, SlackOrder
+from tandem.kv_connector.pulls.chunks import LEAST_TOKENS, MOST_TOKENS, divide
 
-MOST_SHARED = 2048  # tokens of a chunk of a prompt that several nodes compute
+BLOCK = 16  # tokens, in which chunks of a prompt end that several nodes compute
 
 
 @dataclass
@@ -31,8 +32,15 @@ class Prompts:
     """Orders them as nodes do: by deadline on a prefill node and where a time a token is promised, else by arrival."""
 
     def __init__(
-        self, role: str, costs: CostModel, cache: TieredCache, clock: StepClock, options: SchedulerOptions
+        self,
+        node_id: str,
+        role: str,
+        costs: CostModel,
+        cache: TieredCache,
+        clock: StepClock,
+        options: SchedulerOptions,
     ) -> None:
+        self._node_id = node_id
         self._costs, self._cache, self._clock, self._options = costs, cache, clock, options
         has_deadlines = role == "prefill" or options.tpot_target_ms > 0
         order = SlackOrder(options.ttft_target_ms / 1e3, clock) if has_deadlines else ArrivalOrder()
@@ -59,17 +67,17 @@ class Prompts:
     @property
     def num_tokens(self) -> int:
         """Prompt tokens without KV: of waiting prompts all, for nobody has looked yet what the cache holds of them."""
-        return sum(job.num_uncomputed_tokens for job in self)
+        return sum(job.num_own_tokens for job in self)
 
     def due(self) -> list[tuple[float, int]]:
         """Says of each prompt when its first token is due, and how many tokens this node will compute of it."""
         if not isinstance(self._order, SlackOrder):
-            return [(0.0, job.num_uncomputed_tokens) for job in self if job.num_left]
+            return [(0.0, job.num_own_tokens) for job in self if job.num_left]
         found = []
         for job in self:
             if job.num_left:
                 cached = 0 if job.hits or job in self._begun else self._num_cached(job)
-                found.append((self._order.deadline(job), max(1, job.num_uncomputed_tokens - cached)))  # type: ignore[arg-type]
+                found.append((self._order.deadline(job), max(1, job.num_own_tokens - cached)))  # type: ignore[arg-type]
         return found
 
     def arrived(self, job: Job) -> None:
@@ -81,7 +89,7 @@ class Prompts:
     def plan(self, budget: int, has_room: Callable[[Job], bool]) -> PromptWork:
         """The next step's work, of at most `budget` tokens; it counts as computed."""
         work = PromptWork()
-        for job in [job for job in self if not job.num_left]:  # others of its nodes have computed it
+        for job in [job for job in self if job.is_over_at(self._node_id)]:  # the rest of it is others'
             self._drop(job)
         arranged = self._arranged()
         chunk = self._options.contended_prefill_chunk
@@ -90,28 +98,34 @@ class Prompts:
         for job in arranged:
             if budget <= 0:
                 break
+            if not job.chunk_for(self._node_id):
+                continue
             if job not in self._begun and not has_room(job):
                 if not self._passes:
                     break
                 continue
             if job not in self._begun:
-                self._begin(job, work)
+                self._begin(job, work, budget)
             budget -= self._compute(job, budget, work)
         self._order.launched(work.chunks)  # type: ignore[arg-type]
         return work
 
-    def _begin(self, job: Job, work: PromptWork) -> None:
+    def _begin(self, job: Job, work: PromptWork, budget: int) -> None:
         self._waiting.remove(job)
         self._begun.append(job)
         work.begun.append(job)
         if not job.hits:
             self._look_up(job)
+        if job.has_help and job.table is None:
+            most = min(MOST_TOKENS, max(budget, LEAST_TOKENS))
+            job.table = divide(job.num_computed, job.num_prompt_tokens, job.num_nodes, most, BLOCK)
+            job.places = job.places if job.table is not None else job.places[:1]
         # What one of several nodes found is pushed to each of the others.
         work.seconds += job.loading_s or job.num_found * self._costs.push_s_per_token * (job.num_nodes > 1)
         job.loading_s = 0.0
 
     def _compute(self, job: Job, budget: int, work: PromptWork) -> int:
-        num_tokens = min(budget, job.num_left, MOST_SHARED if job.num_nodes > 1 else job.num_left)
+        num_tokens = min(budget, job.chunk_for(self._node_id))
         work.seconds += self._costs.prompt_s(job.num_computed, num_tokens)
         work.num_tokens += num_tokens
         work.chunks.append((job, num_tokens))
