@@ -27,13 +27,14 @@ from real_cluster import RealCluster
 from redis_process import RedisProcess, running_redis
 from tandem.deploy.options import DEMO_MODEL
 
-KINDS = ("kill", "helper", "redis", "disk", "network", "clock")
+KINDS = ("kill", "helper", "keeper", "redis", "disk", "network", "clock")
 HOST_TIER_BYTES, DISK_TIER_BYTES = 1 << 20, 32 << 20
 POOLS = (256, 96)  # blocks of 16 tokens: roomy, or so few that requests wait and caches are evicted
 MORE_FDS, MORE_THREADS = 16, 6  # than at first that a process may hold at the end: connections that come when used
 AGENT_FDS = 18  # of one end of a link over nixl, counted; they are given back when the link ends
 COUNTERS = (
     "pull_completed", "tier_loaded_bytes", "tier_disk_hits", "tier_disk_dropped", "tier_blocks_left",
+    "tier_blocks_given_up",
     "shared_begun", "shared_declined", "shared_failed", "leaning_changes",
 )  # fmt: skip
 ROUTER_S = 60.0  # after a signal to a router process, or its start, in which connections may be lost: drains, silence
@@ -226,7 +227,8 @@ class _Run:
     def _hurt(self, clients: Clients) -> None:
         plan = self._plan
         roles = plan.roles
-        every = moments(set(plan.kinds) - ({"helper"} if plan.traces is None else set()), roles)
+        kinds = set(plan.kinds) - ({"helper"} if plan.traces is None else set())
+        every = moments(kinds - ({"keeper"} if "--keep-kv-once" not in plan.arguments else set()), roles)
         assert every, f"none of {plan.kinds} can happen to this cluster"
         if plan.workers < 2:
             every = {name: moment for name, moment in every.items() if "router-worker" not in name}

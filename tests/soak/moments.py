@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import psutil
 import redis
 from processes import named_processes
@@ -20,6 +21,8 @@ from wall_clock import WallClock
 
 from real_cluster import RealCluster
 from redis_process import RedisProcess
+from tandem.kv_connector.directory.kept import gives_way
+from tandem.router.metrics.nodes import read_nodes
 
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 PAIRS = (
@@ -35,6 +38,7 @@ PAIRS = (
 )
 DAMAGES = ("bits", "zeros", "torn")
 SHARED_WITHIN_S = 30.0  # that somebody helps with a prompt
+LEFT = ("tier_blocks_left", "tier_blocks_given_up")  # what a node leaves to those behind it
 
 
 class NoTarget(Exception):
@@ -80,14 +84,15 @@ def is_of(name: str, role: str) -> bool:
 
 
 def moments(kinds: set[str], roles: list[str]) -> dict[str, Moment]:
-    """By name, those of these kinds: kill, helper, redis, disk, network, clock. `roles` are those of the cluster's
-    nodes."""
+    """By name, those of these kinds: kill, helper, keeper, redis, disk, network, clock. `roles`: of its nodes."""
     found: dict[str, Moment] = {}
     if "kill" in kinds:
         for role in (*roles, "router", "router-worker"):
             found |= {f"{name} {role}": _signal(name, role) for name in SIGNALS}
     if "helper" in kinds:
         found |= {f"SIGKILL {who} of a shared prompt": _in_the_middle(who) for who in ("helper", "lead")}
+    if "keeper" in kinds:
+        found["SIGKILL keeper of last copies"] = _keeper
     if "redis" in kinds and "unified" not in roles:
         found |= {f"{name} redis": _signal(name, "redis") for name in SIGNALS}
         found["FLUSHALL"] = flush_redis
@@ -144,6 +149,33 @@ def _in_the_middle(who: str) -> Moment:
         return f"SIGKILL {target}, {who} of a shared prompt, after {wait_s} s"
 
     return moment
+
+
+def _keeper(arena: Arena) -> str:
+    """Kills a node just after another has left it what both held: now it has the last copies."""
+    first, deadline = _num_left(arena), time.monotonic() + SHARED_WITHIN_S
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        leaving = [node for node, num in _num_left(arena).items() if num > first.get(node, num)]
+        keepers = [node for node in first if any(gives_way(each, node) for each in leaving)]
+        if keepers:
+            target = arena.rng.choice(sorted(keepers)).rpartition("-")[0]
+            process = arena.processes().get(target)
+            if process is None:
+                raise NoTarget(target)
+            with _may_be_gone():
+                process.kill()
+            return f"SIGKILL {target}, to which {leaving[0]} left blocks"
+    raise NoTarget("nobody leaves anything")
+
+
+def _num_left(arena: Arena) -> dict[str, float]:
+    """How many blocks each node has left to others so far."""
+    try:
+        nodes = read_nodes(arena.cluster.metrics())
+    except httpx.HTTPError:
+        return {}
+    return {node_id: sum(node.figures.get(name, 0.0) for name in LEFT) for node_id, node in nodes.items()}
 
 
 @contextlib.contextmanager
