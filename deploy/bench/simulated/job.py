@@ -79,7 +79,7 @@ class Job:
 
     @property
     def block_ids(self) -> tuple[str, ...]:
-        """As of a share, which has its blocks from the beginning."""
+        """The blocks that a share has from the beginning, in short."""
         return self.places
 
     def is_over_at(self, node_id: str) -> bool:
