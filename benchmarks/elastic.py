@@ -5,9 +5,10 @@
     python benchmarks/elastic.py trace MODEL TRACE --load-format dummy     a production trace at 2 s and 25 ms
 
 `mix` and `trace` start one server after the other: `--divisions 1+1 elastic single` (all). `mix` sends 16 requests a
-second for `--seconds`, then 8; with `--workloads` in the shapes and shares of that file's mixed_r16 and mixed_r8. `trace` at `--speed 0.5` puts on two nodes what the whole trace puts on four; the elastic nodes compute long
-prompts together. `shift` has two nodes that lean (1+1, 25 ms a token) and says how long after the shift the first came
-to lean the other way, and how many requests failed. The table comes last. Logs and figures go to `--logs` ($OUT).
+second for `--seconds`, then 8; with `--workloads` in the shapes and shares of that file's mixed_r16 and mixed_r8.
+`trace` at `--speed 0.5` puts on two nodes what the whole trace puts on four; the elastic nodes compute long prompts
+together. `shift` has two nodes that lean (1+1, 25 ms a token) and says how long after the shift the first came to lean
+the other way, and how many requests failed. The table comes last. Logs and figures go to `--logs` ($OUT).
 """
 
 from __future__ import annotations
