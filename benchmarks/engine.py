@@ -101,7 +101,7 @@ class Engine:
         if cuda_graphs and self.on_gpu:
             self.runner.capture_decode_steps()
         clock = clock or StepClock(lambda: 0.0)
-        self.drafting = make_drafting(self.loaded.draft, self.options, num_blocks, self.loaded.device, clock)
+        self.drafting = make_drafting(self.loaded.draft, self.options, num_blocks, self.runner, clock)
         if self.drafting is not None:
             self.drafting.warm_up(cuda_graphs and self.on_gpu, self.on_gpu)
         self.blocks = BlockPool(num_blocks, enable_caching=True)

@@ -155,7 +155,7 @@ class NodeProcess:
         self.quality = make_kv_quality(self.loaded.model, options, self.media)
         self.runner = self._make_runner(memory)
         self.precise = make_precise_kv(self.loaded, options, self.grammars)
-        self.drafting = make_drafting(loaded.draft, options, num_blocks, loaded.device, self._clock)
+        self.drafting = make_drafting(loaded.draft, options, num_blocks, self.runner, self._clock)
         self.control = self._make_control(sockets)
         self.logic = make_logic(self._context())
         self.publisher = make_publisher(options, self.info, num_blocks, self.spare)

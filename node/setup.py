@@ -27,6 +27,7 @@ from tandem.engine.running.at_start.memory import profile_free_bytes
 from tandem.engine.running.runner_needs import Model
 from tandem.engine.scheduling.speculation.options import read_speculative_config
 from tandem.node.drafting.engine import LoadedDraft, load_draft
+from tandem.node.drafting.heads import LoadedHead, load_head
 from tandem.node.precise.another_cache import OverAnotherCache
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class LoadedModel:
     folder: Path
     replays_graphs: bool  # whether decode steps run as CUDA graphs
     adapters: NodeAdapters | None = None  # where requests may take some
-    draft: LoadedDraft | None = None  # where it guesses what the model will say
+    draft: LoadedDraft | LoadedHead | None = None  # where it guesses what the model will say
 
 
 def choose_device(options: NodeOptions) -> torch.device:
@@ -119,10 +120,13 @@ def load(
     if cache.calculate_kv_scales:
         layout = _with_measured_scales(layout, model, config, options, max_model_len, device, dtype)
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
+    head = load_head(options, model, config, max_model_len, layout, identity)
+    if head is not None:
+        layout, identity = head.layout, head.identity
     if kept.dtype != dtype:
         _keep_kv_as(model, layout.group)
     adapters = _make_adapters(model, options.lora, dtype, device)
-    draft = load_draft(options, folder, config, max_model_len, device, dtype)
+    draft = head or load_draft(options, folder, config, max_model_len, device, dtype)
     if options.compile:
         model.compile_forward()
     served = served_name(options.model.model, options.model.served_name)
@@ -227,7 +231,7 @@ def size_pool(loaded: LoadedModel, options: NodeOptions, taken_bytes: int = 0) -
         )
         if loaded.model.media_encoder is not None:
             free -= options.cache.media_cache_bytes
-        if loaded.draft is not None and loaded.replays_graphs:
+        if loaded.draft is not None and loaded.replays_graphs and options.role != "prefill":
             free -= loaded.draft.graph_bytes(options.scheduler, loaded.device)
     else:
         free = free_host_bytes(most=1 << 30)
@@ -235,7 +239,7 @@ def size_pool(loaded: LoadedModel, options: NodeOptions, taken_bytes: int = 0) -
     group = loaded.model.group
     if group is not None:
         free = group.smallest(free)
-    twin_bytes = 0 if loaded.draft is None else loaded.draft.layout.stride_bytes
+    twin_bytes = 0 if loaded.draft is None else loaded.draft.twin_bytes
     return num_blocks_for(options.cache, loaded.layout, free, twin_bytes)
 
 

@@ -154,7 +154,8 @@ class SchedulerOptions:
         str,
         'guess tokens ahead, as {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
         '"prompt_lookup_min": 2}: by what followed the newest ones before; or {"method": "draft_model", "model": ..., '
-        '"num_speculative_tokens": 4}: by a smaller model of the same vocabulary (docs/speculation.md); empty: off',
+        '"num_speculative_tokens": 4}: by a smaller model of the same vocabulary; or by an EAGLE-3 head of the model, '
+        'method "eagle3" (docs/speculation.md); empty: off',
     ] = ""
     growth_headroom: Annotated[
         float, Meta(ge=0, lt=1), "decode nodes: share of the pool kept free for the growth of running requests"

@@ -337,13 +337,18 @@ def load_model_config(folder: Path) -> ModelConfig:
     raw = read_json_object(path)
     if raw is None:
         raise CheckpointError(f"{folder} has no config.json: it is not a model folder in Hugging Face format")
-    try:
-        config = _parse(raw)
-    except ValueError as error:  # msgspec's own among them
-        raise CheckpointError(f"{path}: {error}; repair the file or fetch the model again") from error
+    config = model_config_of(raw, path)
     # An id beyond the vocabulary never comes up, and nothing may look for its logit.
     ends = eos_token_ids(folder) or config.eos_token_ids
     return msgspec.structs.replace(config, eos_token_ids=tuple(one for one in ends if 0 <= one < config.vocab_size))
+
+
+def model_config_of(raw: dict[str, Any], path: Path) -> ModelConfig:
+    """What the object in a config.json says. Raises CheckpointError that names the file and the field."""
+    try:
+        return _parse(raw)
+    except ValueError as error:  # msgspec's own among them
+        raise CheckpointError(f"{path}: {error}; repair the file or fetch the model again") from error
 
 
 def _parse(raw: dict[str, Any]) -> ModelConfig:

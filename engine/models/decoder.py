@@ -19,6 +19,7 @@ from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.contracts.weights.quantisation import MADE, Quantisation
 from tandem.engine.models.adapter_sites import Site, decoder_sites
 from tandem.engine.models.compiled import compiled
+from tandem.engine.models.heads.taps import GuessHead
 from tandem.engine.models.layers.basic import Linear, RMSNorm
 from tandem.engine.models.layers.latents import LatentSelfAttention
 from tandem.engine.models.mixture_layer import MixtureOfExperts, StackedExperts
@@ -211,6 +212,14 @@ class DecoderLayer(nn.Module):
         return (*((block.out_features, block.in_features) for block in blocks), *of_mlp)
 
 
+def allocate_parameters(model: nn.Module, device: torch.device | str) -> None:
+    """Makes uninitialised parameters on the device. torch's to_empty would import an algebra system (sympy)."""
+    for module in list(model.modules()):
+        for name, value in list(module.named_parameters(recurse=False)):
+            empty = torch.empty(value.shape, dtype=value.dtype, device=device)
+            setattr(module, name, nn.Parameter(empty, requires_grad=False))
+
+
 class DecoderModel(nn.Module):
     """Parameters are uninitialised until engine/models/loader.py fills them. With a group, it is one rank's share of
     the model, and hidden states are whole on every rank: what a norm takes in is a sum over ranks."""
@@ -250,7 +259,7 @@ class DecoderModel(nn.Module):
             torch.set_default_dtype(default)
         if config.quantisation is not None:
             self._quantise(config.quantisation, scale_dtype, device)
-        self._allocate(device)
+        allocate_parameters(self, device)
         self.expert_counts = self._count_experts(device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -260,6 +269,7 @@ class DecoderModel(nn.Module):
         self._compiled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         blocks = [module for module in self.modules() if isinstance(module, SelfAttention | LatentSelfAttention)]
         self.attention_layers: dict[str, Attention] = {block.layer_name: block.attention for block in blocks}
+        self.guess_head: GuessHead | None = None
 
     def _count_experts(self, device: torch.device | str) -> torch.Tensor | None:
         """int32 [layers with experts, experts]: how many tokens chose each so far, counted by rank 0 (0 elsewhere)."""
@@ -270,13 +280,6 @@ class DecoderModel(nn.Module):
         for layer, counts_X in zip(layers, counts_LX, strict=True):
             layer.count_in(counts_X)
         return counts_LX
-
-    def _allocate(self, device: torch.device | str) -> None:
-        """Makes uninitialised parameters on the device. torch's to_empty would import an algebra system (sympy)."""
-        for module in list(self.modules()):
-            for name, value in list(module.named_parameters(recurse=False)):
-                empty = torch.empty(value.shape, dtype=value.dtype, device=device)
-                setattr(module, name, nn.Parameter(empty, requires_grad=False))
 
     def _quantise(self, how: Quantisation, scale_dtype: torch.dtype, device: torch.device | str) -> None:
         """Gives the layers' products quantised weights, uninitialised. Raises ConfigError for sizes that have none."""
@@ -311,6 +314,11 @@ class DecoderModel(nn.Module):
             assert isinstance(layer, DecoderLayer)
             yield layer
 
+    def take_guess_head(self, head: GuessHead) -> None:
+        """Has passes leave their features for a head, whose keys and values become the pool's last layer."""
+        self.guess_head = head
+        self.attention_layers[head.layer_name] = head.attention
+
     def adapter_sites(self) -> tuple[Site, ...]:
         """The products that adapters may be added to, as this rank computes them."""
         return decoder_sites(self.config, Shard(0, 1) if self.group is None else self.group.shard)
@@ -340,13 +348,16 @@ class DecoderModel(nn.Module):
         residual_TE = self.embed_tokens(input_ids_T)
         cos_sin = self.rotary.table()
         if self._takes_few_rows(residual_TE, wanted):
-            for each in self._layers():
-                each.forward_few_rows(residual_TE, positions_T, cos_sin)
+            for index, layer in enumerate(self._layers()):
+                self._tap(index, None, residual_TE)
+                layer.forward_few_rows(residual_TE, positions_T, cos_sin)
             few: torch.Tensor = self.norm(residual_TE)
             return few
         x_TE = None
-        for layer in self.layers[:-1]:
+        for index, layer in enumerate(self.layers[:-1]):
+            self._tap(index, x_TE, residual_TE)
             x_TE, residual_TE = layer(x_TE, residual_TE, positions_T, cos_sin)
+        self._tap(len(self.layers) - 1, x_TE, residual_TE)
         if get_forward_context().adapters is not None and wanted is not None:  # their tiles are of all rows
             x_TE, residual_TE = self.layers[-1](x_TE, residual_TE, positions_T, cos_sin)
             assert x_TE is not None
@@ -356,10 +367,16 @@ class DecoderModel(nn.Module):
         hidden: torch.Tensor = self.norm(x_TE, residual_TE)
         return hidden
 
+    def _tap(self, layer: int, x_TE: torch.Tensor | None, residual_TE: torch.Tensor) -> None:
+        if self.guess_head is not None:
+            self.guess_head.taps.take(layer, x_TE, residual_TE)
+
     def compile_forward(self) -> None:
         """Has torch.compile make all but attention, when a pass first runs. Raises ConfigError for what can't be."""
         if self.group is not None or any(isinstance(each, Linear) and each.adapters for each in self.modules()):
             raise ConfigError("--compile goes neither with --tensor-parallel-size nor --enable-lora: leave one out")
+        if self.guess_head is not None:
+            raise ConfigError("--compile doesn't go with a head that guesses (eagle3): leave one out")
         if self.config.mixture is not None or self.config.latents is not None:
             what = "experts" if self.config.latents is None else "latents"
             raise ConfigError(

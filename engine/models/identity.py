@@ -46,6 +46,15 @@ def model_identity(
     )
 
 
+def identity_with_head(
+    identity: ModelIdentity, folder: Path, config: msgspec.Struct, load_format: str
+) -> ModelIdentity:
+    """The identity of a model with a head whose keys lie beside its own, in `folder`: KV of others has no such keys."""
+    weights = DUMMY_DIGEST if load_format == "dummy" else _weights_digest(folder)
+    own = _short(msgspec.json.encode(config))
+    return msgspec.structs.replace(identity, weights=_short(f"{identity.weights} {weights} {own}".encode()))
+
+
 def pooling_identity(folder: Path, config: PoolingConfig, hash_block_size: int, dtype: str) -> ModelIdentity:
     """The identity of a model that pools: it must be equal on two nodes before one router gives requests to both."""
     return ModelIdentity(

@@ -27,6 +27,7 @@ import torch
 
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.encoder_spans import EncoderSpans
+from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.scheduling.step import ScheduledRow
 from tandem.kernels.api.attention import Attention, metadata_backend
@@ -85,8 +86,10 @@ class DecodeBatch:
         max_model_len: int,
         shift_S: torch.Tensor | None = None,
         spans: EncoderSpans | None = None,
+        features: HeadFeatures | None = None,
     ) -> None:
         self._model = model
+        self._features = features
         self._shift_S = shift_S
         self._spans = spans
         self._state = state
@@ -95,6 +98,7 @@ class DecodeBatch:
         self._words = torch.zeros((2, rows), dtype=torch.int64, device=state.device)  # slots, positions
         self._words[0] = -1
         self._adapted = torch.zeros((2, rows), dtype=torch.int32, device=state.device)  # order, slots
+        self._links = torch.zeros((3, rows), dtype=torch.int64, device=state.device)
         self._inputs = DecodeInputs.allocate(rows, state.max_blocks, state.device)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=state.device)
         self.device = state.device
@@ -108,6 +112,9 @@ class DecodeBatch:
         words[:, :num_rows] = np.array([(row.slot, row.start) for row in rows], np.int64).T
         words[0, num_rows:], words[1, num_rows:] = -1, 0
         self._words[:, :size].copy_(host, non_blocking=True)
+        if self._features is not None:
+            links = torch.from_numpy(self._features.links(words[0], words[1]))
+            self._links[:, :size].copy_(links.pin_memory() if self._pinned else links, non_blocking=True)
         if with_adapters:
             adapter_G = np.zeros(size, np.int32)
             adapter_G[:num_rows] = self.adapters_of(rows)
@@ -155,6 +162,8 @@ class DecodeBatch:
             position_G = position_G + self._shift_S[slot_G]  # padding takes the last slot's: any will do
         with set_forward_context(ForwardContext(metadata, self._model.attention_layers, adapters=adapters)):
             hidden_GH = self._model(inputs.input_ids_R, position_G)
+            if self._features is not None:
+                self._features.note(inputs.input_ids_R, position_G, self._links[:, :size])
         return self._model.project(hidden_GH, out_GV)
 
     def store(self, token_R: torch.Tensor) -> None:
@@ -164,7 +173,7 @@ class DecodeBatch:
 
 
 @contextmanager
-def _without_garbage() -> Iterator[None]:
+def without_garbage() -> Iterator[None]:
     """Collects garbage now and none within its `with` block. A collection in the middle of a capture would end it: it
     may free page-locked memory or old graphs, which is forbidden there. torch no longer collects before it captures."""
     gc.collect()
@@ -203,9 +212,10 @@ class DecodeGraphs:
         shift_S: torch.Tensor | None = None,
         with_adapters: bool = False,
         spans: EncoderSpans | None = None,
+        features: HeadFeatures | None = None,
     ) -> None:
         """`shift_S`: by how much a slot's positions are beyond its tokens' places; None: in none."""
-        self.batch = DecodeBatch(model, state, max_rows, max_model_len, shift_S, spans)
+        self.batch = DecodeBatch(model, state, max_rows, max_model_len, shift_S, spans, features)
         self.sizes = graph_sizes(max_rows)
         self.shared_sizes = [] if sharing is None else shared_graph_sizes(max_rows)
         self.adapted_sizes = shared_graph_sizes(max_rows) if with_adapters else []
@@ -224,7 +234,7 @@ class DecodeGraphs:
         are padding: no KV is written."""
         stream = torch.cuda.Stream(self.batch.device)  # torch's own would be that of the process's first capture
         pool = None
-        with _without_garbage():
+        with without_garbage():
             for size in reversed(self.sizes):
                 pool = self._capture(size, "plain", None, pool, stream)
             for size in reversed(self.shared_sizes):

@@ -16,6 +16,7 @@ from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.drawing import TokenDrawing
 from tandem.engine.running.faults import StepFaults
+from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.runner_needs import Model
 from tandem.engine.running.sampler import logprobs_of
 from tandem.engine.running.step_inputs import ForwardInputs, StepInputs
@@ -42,6 +43,7 @@ class EagerSteps:
         faults: StepFaults,
         connector: KVConnectorWorker | None = None,
         media: MediaSlots | None = None,
+        features: HeadFeatures | None = None,
     ) -> None:
         self._model = model
         self._state = state
@@ -50,6 +52,7 @@ class EagerSteps:
         self._faults = faults
         self._connector = connector
         self._media = media
+        self._features = features
 
     def compute(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """Runs any mix of rows and draws. When memory doesn't suffice, it runs them again in ever smaller pieces, to
@@ -97,7 +100,11 @@ class EagerSteps:
         with set_forward_context(context):
             if media is not None:
                 return self._model(inputs.input_ids_T, inputs.positions_T, wanted, media)
-            return self._model(inputs.input_ids_T, inputs.positions_T, wanted)
+            hidden_NH = self._model(inputs.input_ids_T, inputs.positions_T, wanted)
+            if self._features is not None:
+                assert inputs.links_3T is not None
+                self._features.note(inputs.input_ids_T, inputs.positions_T, inputs.links_3T)
+            return hidden_NH
 
     def _forgo(self, output: SchedulerOutput, step: LaunchedStep, group: TensorParallel) -> None:
         """Takes part in what the other ranks exchange of this step, in a pass over two tokens, of which one is wanted.
@@ -140,6 +147,8 @@ class EagerSteps:
             order = np.argsort([index for piece in pieces for index in piece.samples])
             hidden_NH = torch.cat(parts)[torch.from_numpy(order).to(self._state.device)]
         self._state.fork(output.forks)
+        if self._features is not None:
+            self._features.fork(output.forks)
         if self._media is not None:
             self._media.fork(output.forks)
         if output.samples:

@@ -23,6 +23,7 @@ from tandem.engine.running.eager_steps import EagerSteps
 from tandem.engine.running.encoder_spans import EncoderSpans, SpanPart
 from tandem.engine.running.expert_balance import make_expert_balance
 from tandem.engine.running.faults import StepFaults
+from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.running.runner_needs import AdapterMemory, Followers, Model, QualityProbe
 from tandem.engine.running.sampler import SamplingBatch
@@ -96,9 +97,14 @@ class ModelRunner:
         self.sharing: PrefixSharing | None = None
         if options.share_prefixes:
             self.sharing = PrefixSharing.for_layers(model.attention_layers.values(), self.state, self.max_graph_rows)
-        self._inputs = StepInputs(self.state, options.max_num_batched_tokens, builder, self.sharing, self.spans)
+        self.features: HeadFeatures | None = None
+        if model.guess_head is not None:
+            self.features = HeadFeatures(model.guess_head, options.max_num_seqs, self.device)
+        most, sharing, spans = options.max_num_batched_tokens, self.sharing, self.spans
+        self._inputs = StepInputs(self.state, most, builder, sharing, spans, self.features)
         self._drawing = TokenDrawing(self.state, model.group, self._faults, guides, quality, counts_overflows)
-        self._eager = EagerSteps(model, self.state, self._inputs, self._drawing, self._faults, worker_connector, media)
+        parts = self.state, self._inputs, self._drawing, self._faults
+        self._eager = EagerSteps(model, *parts, worker_connector, media, self.features)
         self._graphs: DecodeGraphs | None = None
         self._may_replay = True
         if worker_connector is not None:
@@ -124,6 +130,8 @@ class ModelRunner:
             self._guides.apply(output.new_slots, output.forks)
         if self._media is not None:
             failed_slots |= self._media.apply(output.new_slots)
+        if self.features is not None:
+            self.features.forget(output.new_slots)
         if output.copies:
             copies = ((each.source, each.destination, each.num_tokens) for each in output.copies)
             copy_blocks(self.pool, *map(list, zip(*copies, strict=True)))
@@ -254,7 +262,8 @@ class ModelRunner:
         has_adapters = self._adapters is not None
         rows, length = self.max_graph_rows, self.max_model_len
         shift_S = None if self._media is None else self._media.shift_S
-        return DecodeGraphs(self.model, self.state, rows, length, self.sharing, shift_S, has_adapters, self.spans)
+        parts = self.sharing, shift_S, has_adapters, self.spans, self.features
+        return DecodeGraphs(self.model, self.state, rows, length, *parts)
 
     @property
     def max_decode_rows(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
@@ -16,6 +16,9 @@ from tandem.engine.running.encoder_spans import Encoder
 from tandem.engine.scheduling.step import SchedulerOutput
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.products.rotary_attention import WantedTokens
+
+if TYPE_CHECKING:
+    from tandem.engine.models.heads.taps import GuessHead
 
 
 class Model(DecoderLike, Protocol):
@@ -45,6 +48,9 @@ class Model(DecoderLike, Protocol):
 
     @property
     def cross_layers(self) -> Mapping[str, Attention]: ...
+
+    @property
+    def guess_head(self) -> GuessHead | None: ...
 
     @property
     def expert_counts(self) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ import torch
 from tandem.engine.device.upload import upload
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.encoder_spans import CrossInputs, EncoderSpans
+from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.scheduling.step import ScheduledRow
 from tandem.kernels.api.metadata import AttentionMetadata, AttentionMetadataBuilder
@@ -35,6 +36,7 @@ class ForwardInputs:
     first_token_R: np.ndarray  # int64, host
     place_R: np.ndarray  # int64, host
     adapters: AdapterRows | None = None
+    links_3T: torch.Tensor | None = None  # where a head finds features (heads/features.py)
 
 
 class StepInputs:
@@ -47,8 +49,10 @@ class StepInputs:
         builder: AttentionMetadataBuilder,
         sharing: PrefixSharing | None = None,
         spans: EncoderSpans | None = None,
+        features: HeadFeatures | None = None,
     ) -> None:
         self._state = state
+        self._features = features
         self._sharing = sharing
         self._spans = spans
         self._builder = builder
@@ -79,7 +83,8 @@ class StepInputs:
         place_R[order] = np.arange(len(rows))
         first_token_R = (np.cumsum(lengths) - lengths)[place_R]
         adapters = adapter_rows(state.settings["adapter"][slot_R], lengths, state.device)
-        return ForwardInputs(input_ids, positions, metadata, first_token_R, place_R, adapters)
+        links = self._links(np.repeat(slot_R, lengths), position_T)
+        return ForwardInputs(input_ids, positions, metadata, first_token_R, place_R, adapters, links)
 
     def last_tokens(self, inputs: ForwardInputs, row_N: Sequence[int]) -> WantedTokens:
         """The last token of each of these rows (given in the scheduler's order), as decode rows."""
@@ -114,7 +119,14 @@ class StepInputs:
         metadata = self._build(lengths, ends, block_tables, slot_mapping, nothing, cross)
         adapters = adapter_rows(np.full(len(rows), adapter), lengths, device)
         first_token_R = np.cumsum(lengths) - lengths
-        return ForwardInputs(input_ids, positions, metadata, first_token_R, np.arange(len(rows)), adapters)
+        links = self._links(np.full(len(position_T), -1), position_T)
+        return ForwardInputs(input_ids, positions, metadata, first_token_R, np.arange(len(rows)), adapters, links)
+
+    def _links(self, slot_T: np.ndarray, position_T: np.ndarray) -> torch.Tensor | None:
+        if self._features is None:
+            return None
+        [links_3T] = upload([self._features.links(slot_T, position_T)], self._state.device)
+        return links_3T
 
     def _build(
         self,

@@ -52,6 +52,7 @@ class Attention(nn.Module):
         attention_chunk: int | None = None,
         sinks: torch.Tensor | None = None,
         latent_size: int | None = None,
+        hides_first: bool = False,
     ) -> None:
         super().__init__()
         slopes = None if alibi_slopes is None else torch.as_tensor(alibi_slopes, dtype=torch.float32)
@@ -69,6 +70,7 @@ class Attention(nn.Module):
             attention_chunk=attention_chunk,
             sinks=sinks,
             latent_size=latent_size,
+            hides_first=hides_first,
         )
         self.layer_name = layer_name
         self.calculate_kv_scales = calculate_kv_scales

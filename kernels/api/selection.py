@@ -198,6 +198,8 @@ def _why_not(
         reason = reason or "sinks"
     if options.attention_chunk is not None and not backend.serves_attention_chunks:
         reason = reason or "attention_chunk"
+    if options.hides_first and not backend.serves_attention_chunks:
+        reason = reason or "hides_first"
     if options.latent_size is not None and not backend.serves_latents:
         reason = reason or "latents in place of keys and values"
     if reason is not None or block_size is None:

@@ -57,7 +57,7 @@ class BlockSparse:
 
 class Reach(NamedTuple):
     """How far back a query sees, as kernels take it. `kind` 0: to the first token; 1: `size` tokens, its own counted;
-    2: to the first of its chunk of `size` positions."""
+    2: to the first of its chunk of `size` positions; 3: to position `size`, which hides what comes before from all."""
 
     kind: int = 0
     size: int = 0
@@ -69,7 +69,8 @@ class AttentionSpec:
 
     `attention_chunk`: a query sees keys of its own chunk of so many positions alone (Llama 4). `sinks`, [num_heads]: a
     score each head adds to those of its keys, with no value behind it (GPT-OSS). `latent_size`: keys are latents, of
-    which the first so many elements are the values, too (kernels/api/latent_attention.py).
+    which the first so many elements are the values, too (kernels/api/latent_attention.py). `hides_first`: nobody sees
+    the key at position 0, so that queries there have none (EAGLE heads).
     """
 
     num_heads: int
@@ -85,6 +86,7 @@ class AttentionSpec:
     attention_chunk: int | None = None
     sinks: torch.Tensor | None = None
     latent_size: int | None = None
+    hides_first: bool = False
     _copies: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -115,12 +117,15 @@ class AttentionSpec:
     @property
     def sees_every_token(self) -> bool:
         """Whether no option hides an earlier token from a query."""
-        return self.sliding_window is None and self.blocksparse is None and self.attention_chunk is None
+        options = self.sliding_window, self.blocksparse, self.attention_chunk
+        return not self.hides_first and all(option is None for option in options)
 
     @property
     def reach(self) -> Reach:
-        """The window or the chunk as kernels take it; a layer may have only one of the two."""
-        assert self.sliding_window is None or self.attention_chunk is None
+        """What a kernel is told of window, chunk or hidden token; of two of them none can be told."""
+        assert sum((self.sliding_window is not None, self.attention_chunk is not None, self.hides_first)) < 2
+        if self.hides_first:
+            return Reach(3, 1)
         if self.attention_chunk is not None:
             return Reach(2, self.attention_chunk)
         return Reach() if self.sliding_window is None else Reach(1, self.sliding_window)

@@ -20,13 +20,16 @@ def plain_causal(spec: AttentionSpec, num_earlier: int, causal: bool) -> bool:
 def mask_of(
     spec: AttentionSpec, query_positions: torch.Tensor, positions: torch.Tensor, allowed: torch.Tensor
 ) -> torch.Tensor:
-    """Narrows `allowed` [N, L, S] by window, chunk and sparse pattern; query_positions [N, L], positions [S]."""
+    """Narrows `allowed` [N, L, S] by window, chunk, hidden token and sparse pattern; query_positions [N, L], positions
+    [S]."""
     allowed = allowed[:, None]
     queries = query_positions[:, None, :, None]
     if spec.sliding_window is not None:
         allowed = allowed & (positions > queries - spec.sliding_window)
     if spec.attention_chunk is not None:
         allowed = allowed & (positions >= queries - queries % spec.attention_chunk)
+    if spec.hides_first:
+        allowed = allowed & (positions > 0)
     if spec.blocksparse is not None:
         allowed = allowed & _sparse_pattern(spec, queries, positions)
     return allowed

@@ -67,13 +67,13 @@ class DecodeGroup:
     positions: torch.Tensor  # int64 [padded]
     lengths_cpu: tuple[int, ...]
     padded: int
-    _masks: dict[tuple[int | None, int | None], torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int | None, bool], torch.Tensor] = field(default_factory=dict)
 
     def allowed(self, spec: AttentionSpec) -> torch.Tensor:
         """bool [N, 1 | H, 1, padded]: the slots each row may look at."""
         if spec.blocksparse is not None:
             return self._mask(spec)
-        key = (spec.sliding_window, spec.attention_chunk)
+        key = (spec.sliding_window, spec.attention_chunk, spec.hides_first)
         if key not in self._masks:
             self._masks[key] = self._mask(spec)
         return self._masks[key]

@@ -140,6 +140,10 @@ class TritonBackend(AttentionBackend):
                 options.attention_chunk is not None and options.attn_type != AttentionType.DECODER,
                 f"attention_chunk with attn_type {options.attn_type}",
             ),
+            (
+                options.hides_first and (options.sliding_window is not None or options.attention_chunk is not None),
+                "hides_first beside sliding_window or attention_chunk",
+            ),
         )
 
 

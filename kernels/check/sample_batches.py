@@ -55,6 +55,7 @@ class PagedBatch:
             "window": spec.sliding_window,
             "soft_cap": spec.logits_soft_cap,
             "chunk": spec.attention_chunk,
+            "first_seen": int(spec.hides_first),
             "sinks": None if spec.sinks is None else spec.sinks.tolist(),
         }
         split = meta.num_decode_rows

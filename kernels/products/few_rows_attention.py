@@ -28,7 +28,7 @@ def why_not(num_rows: int, dtype: torch.dtype, spec: AttentionSpec, cache: torch
         (dtype not in (torch.bfloat16, torch.float16), f"dtype {dtype}"),
         (spec.head_size not in (64, 128), f"head_size {spec.head_size}"),
         (spec.group_size > MOST_GROUP, f"{spec.group_size} query heads a KV head"),
-        (any(option is not None for option in options), "an option of the layer"),
+        (spec.hides_first or any(option is not None for option in options), "an option of the layer"),
         (spec.attn_type != AttentionType.DECODER, f"attn_type {spec.attn_type}"),
         (cache.dim() != 5 or cache.shape[3] % 16 != 0, "the block size"),
     )

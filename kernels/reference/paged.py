@@ -28,12 +28,14 @@ def attend_token(
     chunk: int | None = None,
     sink: float | None = None,
     causal: bool = True,
+    first_seen: int = 0,
     visible: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """One query of one head over keys at positions 0 … S-1 -> [D]. `visible` further restricts the positions."""
+    """One query of one head over keys at positions 0 … S-1 -> [D], from `first_seen` on. `visible` further restricts
+    the positions."""
     positions = []
     for position in range(keys_SD.shape[0]):
-        hidden = causal and position > query_position
+        hidden = position < first_seen or (causal and position > query_position)
         hidden = hidden or (window is not None and position <= query_position - window)
         hidden = hidden or (chunk is not None and position // chunk != query_position // chunk)
         hidden = hidden or (visible is not None and position not in visible)
@@ -109,6 +111,7 @@ def paged_decode(
     soft_cap: float | None = None,
     chunk: int | None = None,
     sinks: Sequence[float] | None = None,
+    first_seen: int = 0,
     sparse: dict[str, int] | None = None,
 ) -> torch.Tensor:
     """Twin of the decode kernels (V1 and V2 give the same numbers): [N, H, D] in the query's dtype."""
@@ -131,6 +134,7 @@ def paged_decode(
                 soft_cap=soft_cap,
                 chunk=chunk,
                 sink=None if sinks is None else sinks[head],
+                first_seen=first_seen,
                 visible=visible,
             )
     return output
@@ -173,6 +177,7 @@ def paged_prefill(
     soft_cap: float | None = None,
     chunk: int | None = None,
     sinks: Sequence[float] | None = None,
+    first_seen: int = 0,
 ) -> torch.Tensor:
     """Twin of the prefill kernel: new tokens attend to the cached prefix and causally to each other -> [T, H, D]."""
     output = torch.zeros_like(query_THD)
@@ -198,6 +203,7 @@ def paged_prefill(
                     soft_cap=soft_cap,
                     chunk=chunk,
                     sink=None if sinks is None else sinks[head],
+                    first_seen=first_seen,
                 )
         first = last
     return output

@@ -69,6 +69,8 @@ def oldest_seen(positions, window, WINDOW: tl.constexpr):
     """The first position that queries at these see, as spec.Reach says: WINDOW is its kind, `window` its size."""
     if WINDOW == 2:
         return positions // window * window
+    elif WINDOW == 3:
+        return positions * 0 + window
     else:
         return positions - window + 1
 

@@ -21,6 +21,7 @@ from tandem.engine.running.runner_needs import Model
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.speculation.draft_model import CATCH_UP_TOKENS, FIRST_TOKENS, DraftedTokens
 from tandem.engine.scheduling.speculation.options import DraftModelOptions, read_speculative_config
+from tandem.node.drafting.heads import HeadEngine, LoadedHead
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class LoadedDraft:
     layout: KVLayout
     max_model_len: int
     num_speculative_tokens: int
+
+    @property
+    def twin_bytes(self) -> int:
+        """What each block of the pool takes beside it."""
+        return self.layout.stride_bytes
 
     def graph_bytes(self, options: SchedulerOptions, device: torch.device) -> int:
         """Device memory that its graphs will hold."""
@@ -110,7 +116,15 @@ class DraftEngine:
 
 
 def make_drafting(
-    loaded: LoadedDraft | None, options: NodeOptions, num_blocks: int, device: torch.device, clock: StepClock
-) -> DraftEngine | None:
-    """None: the node has no draft model."""
-    return None if loaded is None else DraftEngine(loaded, options, num_blocks, device, clock)
+    loaded: LoadedDraft | LoadedHead | None,
+    options: NodeOptions,
+    num_blocks: int,
+    served: ModelRunner,
+    clock: StepClock,
+) -> DraftEngine | HeadEngine | None:
+    """`served`: the model's runner. None: the node has neither draft model nor head, or guesses nothing."""
+    if loaded is None or options.role == "prefill":
+        return None
+    if isinstance(loaded, LoadedHead):
+        return HeadEngine(loaded, served, clock)
+    return DraftEngine(loaded, options, num_blocks, served.device, clock)

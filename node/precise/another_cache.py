@@ -17,6 +17,7 @@ class OverAnotherCache:
 
     group = None
     encoder = None
+    guess_head = None
     cross_layers: Mapping[str, Attention] = {}
     expert_counts = None  # those of the model are counted already
 

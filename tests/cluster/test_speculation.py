@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from eagle_heads import random_head
 from llguidance import LLMatcher
 from safetensors.torch import load_file, save_file
 from split_pair import changed
@@ -125,6 +126,28 @@ def test_a_draft_model_that_is_wrong_changes_no_output(tmp_path: Path) -> None:
     outputs, counters = serve(["unified"], drafting(random_draft(tmp_path)), num_blocks=40, caching=False)
     assert outputs == expected()
     assert counters["spec_accepted_tokens"] < 0.1 * counters["spec_draft_tokens"]
+
+
+def heading(folder: Path) -> str:
+    return json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": 4})
+
+
+@pytest.mark.parametrize(
+    ("roles", "options"),
+    [
+        pytest.param(["unified"], {"num_blocks": 40, "caching": False}, marks=pytest.mark.slow),
+        (["decode", "prefill"], {"chunk": 32}),
+    ],
+    ids=["one", "split"],
+)
+def test_an_eagle_head_that_is_wrong_changes_no_output(
+    roles: list[str], options: dict[str, object], tmp_path: Path
+) -> None:
+    """On one node with too few blocks; and split, where its keys are handed over beside the model's."""
+    outputs, counters = serve(roles, heading(random_head(tmp_path)), **options)
+    assert outputs == expected()
+    assert counters["spec_accepted_tokens"] < 0.2 * counters["spec_draft_tokens"]
+    assert counters["spec_draft_tokens"] > 20
 
 
 def random_draft(folder: Path, vocab_size: int = 2048) -> Path:

@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "soft-cap": {"logits_soft_cap": 1.5},
     "alibi": {"alibi_slopes": SLOPES},
     "chunk-sinks": {"attention_chunk": 40, "sinks": SINKS},
+    "first-hidden": {"hides_first": True},
     "all": {"sliding_window": 70, "logits_soft_cap": 2.0, "alibi_slopes": SLOPES, "sinks": SINKS},
 }
 PATTERNS = {

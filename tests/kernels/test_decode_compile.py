@@ -125,6 +125,7 @@ CASES = {
     "fp32-256-all": (80, decode(FP32_TYPE, 1, 256, SPLIT=False, **EVERY)),
     "fp32-80-all-split": (80, decode(FP32_TYPE, 4, 80, **EVERY)),
     "chunks-and-sinks": (90, decode(BF16, 8, 64, WINDOW=2, HAS_SINKS=True, EARLY=True, PDL=True)),
+    "first-hidden": (90, decode(BF16, 4, 128, WINDOW=3, EARLY=True, PDL=True)),
     "prefix-sinks": (80, decode(FP16, 4, 128, HAS_PREFIX=True, PREFIX_MEMBERS=16, HAS_SINKS=True)),
     "sparse": (90, decode(BF16, 4, 128, SPARSE_STRIDE=8, SPARSE_BLOCK=64)),
     "prefix": (90, decode(BF16, 4, 128, HAS_PREFIX=True, PREFIX_MEMBERS=16, PDL=True)),

@@ -43,7 +43,7 @@ def layer_for(spec: AttentionSpec, **more: Any) -> Attention:
     return Attention(
         spec.num_heads, spec.head_size, spec.scale, spec.num_kv_heads, spec.alibi_slopes, spec.sliding_window,
         spec.logits_soft_cap, spec.kv_cache_dtype, attn_backend="native", attention_chunk=spec.attention_chunk,
-        sinks=spec.sinks, **more,
+        sinks=spec.sinks, hides_first=spec.hides_first, **more,
     )  # fmt: skip
 
 
@@ -52,6 +52,14 @@ def layer_for(spec: AttentionSpec, **more: Any) -> Attention:
 def test_matches_the_reference(lengths: str, options: str) -> None:
     batch = random_batch(*BATCHES[lengths], dtype=torch.float64)
     spec = AttentionSpec(4, 16, 0.3, 2, **OPTIONS[options])
+    output = layer_for(spec)(batch.query, batch.key, batch.value, batch.kv_layer, batch.metadata)
+    torch.testing.assert_close(output, batch.expected(spec), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("lengths", [((1, 1, 1), (33, 2, 17)), ((3, 16, 2), (40, 33, 3))], ids=["decode", "chunks"])
+def test_the_first_token_hidden(lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """Of queries behind it: at position 0 there is nothing to see."""
+    batch, spec = random_batch(*lengths, dtype=torch.float64), AttentionSpec(4, 16, 0.3, 2, hides_first=True)
     output = layer_for(spec)(batch.query, batch.key, batch.value, batch.kv_layer, batch.metadata)
     torch.testing.assert_close(output, batch.expected(spec), rtol=1e-9, atol=1e-9)
 

@@ -84,6 +84,7 @@ class HFModel(nn.Module):
         self._compiled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._takes_adapters = False
         self.media_encoder: MediaEncoder | None = None
+        self.guess_head: None = None  # its layers' inputs are not at hand
         if causal.config.model_type in TOWERS:
             self.media_encoder = TowerEncoder(causal, causal.device, causal.dtype)
 

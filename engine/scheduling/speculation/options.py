@@ -11,10 +11,11 @@ from tandem.engine.contracts.errors import ConfigError
 
 MOST_LOOKUP = 32  # tokens that are looked for; a guess
 DEFAULT_LOOKUP = 5  # vLLM's
-OTHER_METHODS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "medusa", "mlp_speculator", "suffix")
+OTHER_METHODS = ("eagle", "mtp", "deepseek_mtp", "medusa", "mlp_speculator", "suffix")
 _EXAMPLES = {
     "ngram": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}',
     "draft_model": '{"method": "draft_model", "model": "FOLDER_OR_NAME", "num_speculative_tokens": 4}',
+    "eagle3": '{"method": "eagle3", "model": "FOLDER_OR_NAME", "num_speculative_tokens": 3}',
 }
 
 
@@ -34,7 +35,18 @@ class DraftModelOptions(msgspec.Struct, frozen=True):
     revision: str = ""
 
 
-def read_speculative_config(text: str) -> PromptLookup | DraftModelOptions | None:
+class EagleOptions(msgspec.Struct, frozen=True):
+    """Guesses by an EAGLE-3 head made for the served model: a folder or a hub name, and its revision there."""
+
+    num_speculative_tokens: int
+    model: str
+    revision: str = ""
+
+
+_KINDS = {"ngram": PromptLookup, "draft_model": DraftModelOptions, "eagle3": EagleOptions}
+
+
+def read_speculative_config(text: str) -> PromptLookup | DraftModelOptions | EagleOptions | None:
     """Reads a JSON object; None for "". Raises ConfigError, with what it should be instead."""
     if not text:
         return None
@@ -49,7 +61,7 @@ def read_speculative_config(text: str) -> PromptLookup | DraftModelOptions | Non
         known = "is not built" if method in OTHER_METHODS else "is not known"
         there = f"there are {' and '.join(_EXAMPLES)}, for example {_EXAMPLES['ngram']}"
         raise ConfigError(f"--speculative-config: method {method!r} {known}; {there}")
-    kind = PromptLookup if method == "ngram" else DraftModelOptions
+    kind = _KINDS[method]
     fields = {name: given.pop(name) for name in kind.__struct_fields__ if name in given}
     if given:
         raise ConfigError(
@@ -58,7 +70,10 @@ def read_speculative_config(text: str) -> PromptLookup | DraftModelOptions | Non
     if "num_speculative_tokens" not in fields:
         raise ConfigError(f"--speculative-config lacks num_speculative_tokens, for example {_EXAMPLES[method]}")
     _check("num_speculative_tokens", fields["num_speculative_tokens"], MOST_DRAFTS)
-    return _lookup(fields) if kind is PromptLookup else _draft_model(fields)
+    if method == "ngram":
+        return _lookup(fields)
+    _check_model(fields, method)
+    return DraftModelOptions(**fields) if method == "draft_model" else EagleOptions(**fields)
 
 
 def _lookup(fields: dict[str, Any]) -> PromptLookup:
@@ -69,13 +84,12 @@ def _lookup(fields: dict[str, Any]) -> PromptLookup:
     return PromptLookup(**fields)
 
 
-def _draft_model(fields: dict[str, Any]) -> DraftModelOptions:
+def _check_model(fields: dict[str, Any], method: str) -> None:
     for name in ("model", "revision"):
         if not isinstance(fields.get(name, ""), str):
             raise ConfigError(f"--speculative-config: {name} is {fields[name]!r}: it must be a string")
     if not fields.get("model"):
-        raise ConfigError(f"--speculative-config lacks model, for example {_EXAMPLES['draft_model']}")
-    return DraftModelOptions(**fields)
+        raise ConfigError(f"--speculative-config lacks model, for example {_EXAMPLES[method]}")
 
 
 def _check(name: str, value: object, bound: int) -> None:

@@ -11,7 +11,12 @@ from engine_harness import Harness
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.speculation.lengths import FIRST_CHANCE, Acceptance, TurnLengths, num_worthwhile
-from tandem.engine.scheduling.speculation.options import DraftModelOptions, PromptLookup, read_speculative_config
+from tandem.engine.scheduling.speculation.options import (
+    DraftModelOptions,
+    EagleOptions,
+    PromptLookup,
+    read_speculative_config,
+)
 from tandem.engine.scheduling.speculation.token_index import CANDIDATES, TokenIndex
 from tandem.engine.scheduling.speculation.verdicts import void_samples
 from tandem.engine.scheduling.step import RunnerOutput, SampleRow, SchedulerOutput
@@ -25,6 +30,8 @@ def test_options_are_those_of_vllm() -> None:
     assert read_speculative_config("") is None
     assert read_speculative_config('{"num_speculative_tokens": 3}') == PromptLookup(3, 5, 5)
     assert read_speculative_config('{"model": "x", "num_speculative_tokens": 3}') == DraftModelOptions(3, "x")
+    eagle = '{"method": "eagle3", "model": "x", "num_speculative_tokens": 3}'
+    assert read_speculative_config(eagle) == EagleOptions(3, "x")
     assert read_speculative_config('{"num_speculative_tokens": 3, "prompt_lookup_min": 2}') == PromptLookup(3, 2, 2)
 
 
@@ -34,11 +41,12 @@ def test_options_are_those_of_vllm() -> None:
         ("ngram", "no JSON object"),
         ("[]", "no JSON object"),
         (
-            '{"method": "eagle3", "model": "x", "num_speculative_tokens": 3}',
-            "'eagle3' is not built; there are",
+            '{"method": "mtp", "num_speculative_tokens": 3}',
+            "'mtp' is not built; there are",
         ),
         ('{"model": 3, "num_speculative_tokens": 3}', "model is 3"),
         ('{"method": "draft_model", "num_speculative_tokens": 3}', "lacks model"),
+        ('{"method": "eagle3", "num_speculative_tokens": 3}', "lacks model"),
         ('{"model": "x"}', "lacks num_speculative_tokens"),
         ('{"model": "x", "num_speculative_tokens": 2, "prompt_lookup_max": 2}', "nothing that draft_model takes"),
         ('{"method": "oracle", "num_speculative_tokens": 3}', "'oracle' is not known"),

@@ -1,0 +1,1 @@
+"""Heads that guess tokens from a model's hidden states."""

@@ -1,0 +1,1 @@
+"""The device side of heads that guess."""

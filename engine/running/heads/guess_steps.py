@@ -1,0 +1,176 @@
+"""The steps of a head that guesses: a token of each sequence after another, each fed by the one before on the device.
+
+The first is behind a sequence's newest token and the model's feature before it; each of the others behind a guess and
+the head's own hidden state. A step reads slots and block tables of the model's batch state; tokens come from the host
+once and go back once. On CUDA a step is a graph, but for drawing.
+
+Legend: R rows, G rows of a graph, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from tandem.engine.device.upload import upload
+from tandem.engine.process.process_log import RateLimited
+from tandem.engine.running.batch_state import BatchState
+from tandem.engine.running.decode_graphs import ROW_MULTIPLE, graph_sizes, without_garbage
+from tandem.engine.running.heads.features import HeadFeatures
+from tandem.engine.running.sampler import SamplingBatch, sample
+from tandem.engine.running.step_result import to_host
+from tandem.engine.scheduling.speculation.head_tokens import HeadRow
+from tandem.engine.scheduling.step import BlockAppend, SampleRow
+from tandem.kernels.api.attention import metadata_backend
+from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
+from tandem.kernels.products.fused_ops import argmax_tokens
+from tandem.kernels.sampling.decode_buffers import DecodeInputs
+from tandem.kernels.sampling.decode_inputs import gather_decode_inputs
+
+if TYPE_CHECKING:
+    from tandem.engine.models.heads.eagle3 import EagleHead
+
+limited = RateLimited(logging.getLogger(__name__))
+StepKind = Literal["first", "later"]  # by the model's feature, by the head's own
+
+
+class HeadSteps:
+    """The head of one runner, whose layer must be bound. Implements `HeadRunner`."""
+
+    def __init__(
+        self, head: EagleHead, features: HeadFeatures, state: BatchState, max_rows: int, max_model_len: int
+    ) -> None:
+        self._head, self._features, self._state = head, features, state
+        self._max_model_len, self.device = max_model_len, state.device
+        self.sizes = graph_sizes(max_rows)
+        rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
+        self._words = torch.zeros((3, rows), dtype=torch.int64, device=self.device)  # slots, positions, tokens
+        self._words[0] = -1
+        self._inputs = DecodeInputs.allocate(rows, state.max_blocks, self.device)
+        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
+        self._hidden_RE = torch.zeros((rows, head.hidden_size), dtype=head.dtype, device=self.device)
+        # For rows that draw. Tokens that the head doesn't have stay at -inf.
+        self._logits_RV = torch.full((rows, state.vocab_size), -torch.inf, dtype=head.dtype, device=self.device)
+        self._graphs: dict[tuple[int, StepKind], torch.cuda.CUDAGraph] = {}
+
+    @torch.inference_mode()
+    def guess(self, rows: Sequence[HeadRow], appends: Sequence[BlockAppend]) -> list[list[int]] | None:
+        try:
+            drawn = self._launch(rows, appends)
+        except torch.OutOfMemoryError:
+            limited.warning("the device has no memory left to guess tokens; nothing is guessed for a step")
+            return None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            event.synchronize()
+        columns = [token_R.tolist() for token_R in drawn]
+        return [[columns[place][index] for place in range(row.num_guesses)] for index, row in enumerate(rows)]
+
+    def _launch(self, rows: Sequence[HeadRow], appends: Sequence[BlockAppend]) -> list[torch.Tensor]:
+        """The tokens of each step, on their way to the host: int64 [rows that want so many]."""
+        self._state.apply((), appends)
+        size = self._size_for(len(rows))
+        given = np.zeros((3, size), np.int64)
+        given[0] = -1
+        given[:, : len(rows)] = np.array([(row.slot, row.position, row.token) for row in rows], np.int64).T
+        [words] = upload([given], self.device)
+        self._words[:, :size].copy_(words)
+        drawn: list[torch.Tensor] = []
+        for place in range(rows[0].num_guesses):
+            num_rows = sum(row.num_guesses > place for row in rows)
+            if drawn and num_rows < len(drawn[-1]):
+                self._words[0, num_rows : len(drawn[-1])] = -1
+            self._step(num_rows, "later" if place else "first")
+            drawn.append(to_host(self._draw(rows[:num_rows], place)))
+        return drawn
+
+    def _size_for(self, num_rows: int) -> int:
+        return self.sizes[bisect.bisect_left(self.sizes, num_rows)]
+
+    def _step(self, num_rows: int, kind: StepKind) -> None:
+        size = self._size_for(num_rows)
+        if (size, kind) in self._graphs:
+            self._graphs[size, kind].replay()
+        else:
+            self._compute(size, kind)
+
+    def _compute(self, size: int, kind: StepKind) -> None:
+        """Leaves the likeliest token where the next step looks for its own."""
+        slot_G, position_G, token_G = self._words[:, :size]
+        if kind == "later":
+            position_G += 1
+        state, inputs = self._state, self._inputs.first(size)
+        gather_decode_inputs(slot_G, position_G, state.token_ids_SC, state.block_table_SB, state.block_size, inputs)
+        feature_GE = self._hidden_RE[:size] if kind == "later" else self._features.of(slot_G, position_G - 1)
+        layers = {self._head.layer_name: self._head.attention}
+        metadata = metadata_backend(layers.values()).get_metadata_cls()(
+            query_start_loc=self._starts[: size + 1],
+            seq_lens=inputs.seq_lens_R,
+            block_tables=inputs.block_tables_RB,
+            slot_mapping=inputs.slot_mapping_R,
+            num_decode_rows=size,
+            max_query_len=1,
+            max_seq_len=self._max_model_len,
+            query_lens_cpu=(1,) * size,
+            seq_lens_cpu=self._lengths(position_G),
+        )
+        with set_forward_context(ForwardContext(metadata, layers)):
+            hidden_GE = self._head(token_G, feature_GE, position_G)
+        self._hidden_RE[:size].copy_(hidden_GE)
+        logits_GW = self._head.project(hidden_GE)
+        token_G.copy_(self._head.token_W[argmax_tokens(logits_GW)])
+        self._logits_RV[:size].index_copy_(1, self._head.token_W, logits_GW)
+
+    def _lengths(self, position_G: torch.Tensor) -> tuple[int, ...]:
+        """Lengths on the host, for backends that loop there: those of CPUs. Captured steps read them on the device."""
+        if self.device.type == "cpu":
+            return tuple(self._inputs.seq_lens_R[: len(position_G)].tolist())
+        return (self._max_model_len,) * len(position_G)
+
+    def _draw(self, rows: Sequence[HeadRow], place: int) -> torch.Tensor:
+        """Tokens by the numbers of their places, as the model will draw; without what hangs on the output so far."""
+        samples = [
+            SampleRow(index, row.slot, row.position + 1 + place, row.sample_index, row.output_index + place)
+            for index, row in enumerate(rows)
+        ]
+        token_R = self._words[2, : len(rows)]
+        if not self._state.are_plain(samples):
+            whole, _, _ = self._state.sampling_batch(samples)
+            drawn_R, _ = sample(self._logits_RV[: len(rows)], SamplingBatch(edits=whole.edits, random=whole.random))
+            token_R.copy_(drawn_R)
+        return token_R.clone()
+
+    @torch.inference_mode()
+    def run_dummy(self, num_rows: int) -> None:
+        """A later step of nobody's rows, which stores nothing."""
+        self._words[0], self._words[1] = -1, 0
+        self._step(num_rows, "later")
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compiles kernels, by steps of every size."""
+        self._words[0] = -1
+        for size in self.sizes:
+            self._compute(size, "first")
+            self.run_dummy(size)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Captures every step, the largest first. CUDA only, once, after `warm_up`."""
+        stream = torch.cuda.Stream(self.device)
+        pool: Any = None
+        kinds: tuple[StepKind, StepKind] = ("first", "later")
+        with without_garbage():
+            for size in reversed(self.sizes):
+                for kind in kinds:
+                    torch.cuda.synchronize(self.device)
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                        self._compute(size, kind)
+                    self._graphs[size, kind], pool = graph, graph.pool()

@@ -1,0 +1,182 @@
+"""A head of the model's own guesses: no output changes, and one that knows the model is right wherever KV came from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from decode_trio import Trio, joined
+from eagle_heads import DEMO, SIZE, knowing_head, next_tokens, random_head, walking_model
+from split_pair import changed
+from tiny_adapters import tiny_adapter
+
+from in_process_cluster import Node, client_of, node_options
+from tandem.engine.adapters.adapter_files import read_adapter
+from tandem.engine.contracts.config import LoraOptions, ModelOptions
+from tandem.engine.contracts.errors import CheckpointError, ConfigError
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import AdapterRef
+from tandem.node.setup import load
+
+GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+
+
+def headed(folder: Path, count: int = 4) -> str:
+    return json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": count})
+
+
+def walk(first: int, count: int) -> list[int]:
+    following, tokens = next_tokens(), [first]
+    for _ in range(count - 1):
+        tokens.append(int(following[tokens[-1]]))
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [pytest.param(["unified"], marks=pytest.mark.slow), ["decode", "prefill"]],  # a decode node does all that one does
+    ids=["one", "split"],
+)
+def test_a_head_that_knows_the_model_is_right(roles: list[str], tmp_path: Path) -> None:
+    """Of a prompt in chunks; of one whose blocks are cached; of samples that fork. What lacks is the feature before the
+    first step here, and so a guess or two."""
+    model, head = walking_model(tmp_path / "model"), knowing_head(tmp_path / "head")
+    nodes = [Node(node_options(role, model, speculative_config=headed(head), chunk=32)) for role in roles]
+    where = {"decode": nodes[0].info, "prefill": nodes[1].info if len(nodes) > 1 else None}
+    prompt = [7 * place % SIZE for place in range(90)]
+    out = walk(int(next_tokens()[prompt[-1]]), 60)
+    with client_of(nodes) as client:
+        scheduler = nodes[0].process.logic.scheduler
+        for name, samples in (("chunks", (0,)), ("cached", (0,)), ("forked", (0, 1))):
+            num_steps, before = scheduler.num_steps, scheduler.spec_counters
+            result = client.submit(name, prompt, GREEDY, samples=samples, **where)
+            client.wait(result)
+            assert result.failed is None, result.failed
+            assert [result.output(sample) for sample in samples] == [out for _ in samples]
+            counts = {key: count - before[key] for key, count in scheduler.spec_counters.items()}
+            assert counts["spec_accepted_tokens"] >= 0.8 * counts["spec_draft_tokens"] > 20, (name, counts)
+            assert scheduler.num_steps - num_steps <= 30
+
+
+def test_drawn_tokens_are_guessed_by_the_numbers_of_their_places(tmp_path: Path) -> None:
+    """Where model and head have the same distribution, at a temperature that draws now this token, now that."""
+    model, head = walking_model(tmp_path / "model"), knowing_head(tmp_path / "head")
+    drawn, outputs = changed(GREEDY, temperature=1.5, seed=4, max_tokens=40), []
+    for config in ("", headed(head)):
+        node = Node(node_options("unified", model, speculative_config=config))
+        with client_of([node]) as client:
+            result = client.submit("drawn", [1, 2, 3, 4, 5], drawn, decode=node.info)
+            client.wait(result)
+            outputs.append(result.output())
+    assert outputs[0] == outputs[1]
+
+
+def test_a_stream_that_moves_takes_the_heads_keys_along(tmp_path: Path) -> None:
+    model, head = walking_model(tmp_path / "model"), knowing_head(tmp_path / "head")
+    roles = ("prefill", "decode", "decode")
+    nodes = [Node(node_options(role, model, speculative_config=headed(head))) for role in roles]
+    prompt = [7 * place % SIZE for place in range(90)]
+    with client_of(nodes) as client:
+        result, moved = Trio(*nodes, client).move_one("walk", prompt, changed(GREEDY, max_tokens=300))
+        assert joined(result, moved) == walk(int(next_tokens()[prompt[-1]]), 300)
+        counts = nodes[2].process.logic.scheduler.spec_counters
+        assert counts["spec_accepted_tokens"] >= 0.8 * counts["spec_draft_tokens"] > 20, counts
+
+
+def test_adapters_and_log_probabilities_of_prompts_stay_what_they_are(tmp_path: Path) -> None:
+    adapter, head = tiny_adapter(tmp_path / "adapter", DEMO, seed=5), random_head(tmp_path / "head")
+    ref = AdapterRef(str(adapter), read_adapter(str(adapter)).digest)
+    prompt, seen = [17 * place % 2000 + 10 for place in range(50)], []
+    for config in ("", headed(head)):
+        lora = LoraOptions(enable_lora=True)
+        node = Node(node_options("unified", DEMO, speculative_config=config, lora=lora, chunk=32))
+        with client_of([node]) as client:
+            adapted = client.submit("adapted", prompt, GREEDY, decode=node.info, adapter=ref)
+            plain = client.submit("plain", prompt, changed(GREEDY, num_prompt_logprobs=1), decode=node.info)
+            client.wait()
+            assert adapted.failed is plain.failed is None
+            seen.append((adapted.output(), plain.output()))
+        drafted = node.process.logic.scheduler.spec_counters.get("spec_draft_tokens", 0)
+    assert seen[0] == seen[1]
+    assert seen[0][0] != seen[0][1]
+    assert drafted > 0
+
+
+# --- what is refused ----------------------------------------------------------------------------------------
+
+
+def test_kv_of_another_head_is_that_of_another_model(tmp_path: Path) -> None:
+    plain, one, other = (
+        load(node_options("prefill", DEMO, speculative_config=config))
+        for config in ("", headed(random_head(tmp_path / "a")), headed(random_head(tmp_path / "b", seed=1)))
+    )
+    assert len({loaded.identity.key() for loaded in (plain, one, other)}) == 3
+    assert one.layout.group.num_layers == plain.layout.group.num_layers + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_hidden_layers": 2}, "has one layer, not 2"),
+        ({"vocab_size": 1000}, "vocab_size of the head is 1000, of the served model 2048"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads of the head is 4"),
+        ({"eagle_config": {}}, "inputs of layers"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "only EAGLE-3 heads"),
+        ({"fc_norm": True}, "fc_norm is True: such heads are not built"),
+        ({"draft_vocab_size": 4096}, "draft_vocab_size is 4096"),
+        ({"model_type": "qwen3_moe"}, "not supported"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused_by_name(changes: dict[str, object], says: str, tmp_path: Path) -> None:
+    random_head(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises((ConfigError, CheckpointError), match=says):
+        load(node_options("unified", DEMO, speculative_config=headed(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"kv_cache_dtype": "fp8_e4m3"}, "leave --kv-cache-dtype out"),
+        ({"compile": True}, "--compile"),
+        ({"tensor_parallel_size": 2}, "leave --tensor-parallel-size out"),
+        pytest.param(
+            {"model": ModelOptions(str(DEMO), model_impl="transformers")}, "hidden states of", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_model_that_can_have_no_head_is_refused_by_name(
+    changes: dict[str, object], says: str, tmp_path: Path
+) -> None:
+    fp8 = {name: changes[name] for name in ("kv_cache_dtype",) if name in changes}
+    options = node_options("unified", DEMO, speculative_config=headed(random_head(tmp_path)), **fp8)
+    rest = {name: value for name, value in changes.items() if name not in fp8}
+    with pytest.raises(ConfigError, match=says):
+        load(replace(options, **rest))  # type: ignore[arg-type]
+
+
+def test_a_head_as_pickles_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (random_head(tmp_path) / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"convert a head that is published as pytorch_model\.bin"):
+        load(node_options("unified", DEMO, speculative_config=headed(tmp_path)))
+
+
+def test_a_torn_or_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    random_head(tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    for change, says in (
+        ({"d2t": None}, "holds d2t"),
+        ({"fc.weight": None}, "no shard holds fc.weight"),
+        ({"d2t": whole["d2t"] + 4000}, "tokens beyond"),
+        ({"lm_head.weight": whole["lm_head.weight"][1:].clone()}, "lm_head.weight is F32"),
+        ({"midlayer.extra": whole["fc.weight"].clone()}, "which an EAGLE-3 head"),
+    ):
+        tensors = {name: tensor for name, tensor in (whole | change).items() if tensor is not None}
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=says):
+            load(node_options("unified", DEMO, speculative_config=headed(tmp_path)))

@@ -1,0 +1,59 @@
+"""An EAGLE-3 head on a GPU: its steps and the notes of the model's as graphs, with the output of a node without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_heads import DEMO, SIZE, knowing_head, random_head, walking_model
+
+from in_process_cluster import Node, client_of, node_options
+from tandem.engine.contracts.config import ModelOptions
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.scheduling.step_times import StepTimes
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+ASKED = {
+    "greedy": SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True),
+    "drawn": SamplingParams(max_tokens=120, temperature=0.5, seed=3, ignore_eos=True),
+}
+
+
+def serve(model: Path, head: Path | None, prompt: list[int], **changes: object) -> tuple[list[list[int]], dict]:
+    """Outputs, and what became of guesses. In float32, where two tokens are hardly ever equal but for the last bits.
+    Nothing is known of what steps take, so that all that is likely is guessed."""
+    config = "" if head is None else json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 4})
+    options = node_options("unified", model, device="cuda", block_size=64, speculative_config=config, **changes)
+    node = Node(type(options)(**{**vars(options), "model": ModelOptions(str(model), dtype="float32")}))
+    with client_of([node]) as client:
+        scheduler = node.process.logic.scheduler
+        scheduler.state.step_times = StepTimes()
+        results = [client.submit(name, prompt, sampling, decode=node.info) for name, sampling in ASKED.items()]
+        client.wait()
+        assert all(result.failed is None for result in results)
+        return [result.output() for result in results], scheduler.spec_counters
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_wrong_head_changes_no_output(graphs: bool, tmp_path: Path) -> None:
+    prompt = [17 * place % 2000 + 10 for place in range(200)]
+    plain, _ = serve(DEMO, None, prompt)
+    guessed, counters = serve(DEMO, random_head(tmp_path), prompt, cuda_graphs=graphs)
+    print(counters)
+    assert guessed == plain
+    assert counters["spec_draft_tokens"] > 10
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_head_that_knows_the_model_is_right(graphs: bool, tmp_path: Path) -> None:
+    """Its features come through chunks, graphs and drafts, as on a CPU."""
+    prompt = [7 * place % SIZE for place in range(90)]
+    model, head = walking_model(tmp_path / "model"), knowing_head(tmp_path / "head")
+    plain, _ = serve(model, None, prompt)
+    guessed, counters = serve(model, head, prompt, cuda_graphs=graphs)
+    print(counters)
+    assert guessed == plain
+    # A few of those that are drawn aren't the likeliest ones; the head's distribution is the model's but for the scale.
+    assert counters["spec_accepted_tokens"] > 0.7 * counters["spec_draft_tokens"] > 50
