@@ -100,7 +100,9 @@ class Departures:
         self.counters.started += 1
         # A step that is under way may bring more than one token.
         room = min(most_tokens + self._scheduler.num_speculative_tokens, request.max_num_tokens)
-        self._source.follow(order.successor, order.peer, room, now + order.deadline_s, now)
+        request.keep_blocks()
+        first_kept = request.num_passed_blocks * self._scheduler.state.block_size
+        self._source.follow(order.successor, order.peer, room, now + order.deadline_s, now, first_kept)
         return True
 
     def on_outcome(self, outcome: SourceOutcome, now: float) -> bool:

@@ -75,6 +75,7 @@ from tandem.node.ranks.leader import adapter_source, start_ranks
 from tandem.node.report import announce, describe, node_counters
 from tandem.node.serving import ServingNode
 from tandem.node.setup import (
+    block_window,
     load,
     measures_steps,
     size_pool,
@@ -126,14 +127,15 @@ class NodeProcess:
         self.options = options = with_device_defaults(options, loaded.device)
         layout, num_precise_blocks = precise_layout(loaded, options)
         num_blocks = size_pool(loaded, options, pool_bytes(layout, num_precise_blocks))
-        self.loaded = with_length_that_fits(loaded, options, num_blocks)
+        num_usable = num_blocks - (window := block_window(loaded, options)).num_null_blocks
+        self.loaded = with_length_that_fits(loaded, options, num_usable)
         key = NodeKey(options.node_id or f"{options.role}-{secrets.token_hex(3)}", secrets.randbits(64))
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._clock, self._board = make_clock(options.role), LoopBoard()
         self._diary = NodeDiary(options, key.node_id)
 
         self.transports = NodeTransports(transports_of(options, self.loaded, self.keys), options.transport)
-        self.pool = BlockPool(num_blocks, options.cache.enable_prefix_caching)
+        self.pool = BlockPool(num_usable, options.cache.enable_prefix_caching, window=window)
         memory = allocate_node_pool(self.loaded, num_blocks, self.transports, self.ranks)
         rate, post = self._clock.prompt_rate, self._inbox.put
         self.spare = make_spare_blocks(options, self.pool)
@@ -158,7 +160,7 @@ class NodeProcess:
         self.drafting = make_drafting(loaded.draft, options, num_blocks, self.runner, self._clock)
         self.control = self._make_control(sockets)
         self.logic = make_logic(self._context())
-        self.publisher = make_publisher(options, self.info, num_blocks, self.spare)
+        self.publisher = make_publisher(options, self.info, num_usable, self.spare)
         self.profiler = self._make_profiler()
         self.loop = self._make_loop()
 

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from tandem.engine.adapters.node_adapters import NodeAdapters, TakesAdapters
+from tandem.engine.blocks.window import NO_WINDOW, BlockWindow
 from tandem.engine.contracts.config import LoraOptions, NodeOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout, ModelIdentity
@@ -119,6 +120,8 @@ def load(
     model = load_chosen(folder, config, options.model, device, dtype, options.attention_backend, group, on_loaded)
     if cache.calculate_kv_scales:
         layout = _with_measured_scales(layout, model, config, options, max_model_len, device, dtype)
+    slides = msgspec.structs.replace(layout.group, window=_window_of(model))
+    layout = msgspec.structs.replace(layout, groups=(slides,))
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
     head = load_head(options, model, config, max_model_len, layout, identity)
     if head is not None:
@@ -241,6 +244,21 @@ def size_pool(loaded: LoadedModel, options: NodeOptions, taken_bytes: int = 0) -
         free = group.smallest(free)
     twin_bytes = 0 if loaded.draft is None else loaded.draft.twin_bytes
     return num_blocks_for(options.cache, loaded.layout, free, twin_bytes)
+
+
+def block_window(loaded: LoadedModel, options: NodeOptions) -> BlockWindow:
+    """What sequences of this node may give back. A draft model sees further back, in the same blocks."""
+    window = loaded.layout.group.window
+    if window is None or loaded.draft is not None:
+        return NO_WINDOW
+    return BlockWindow(window, options.cache.block_size)
+
+
+def _window_of(model: Model) -> int | None:
+    """The widest window of its layers; None where one of them sees everything."""
+    windows = [layer.spec.sliding_window for layer in model.attention_layers.values()]
+    known = [window for window in windows if window is not None]
+    return max(known) if known and len(known) == len(windows) and not model.cross_layers else None
 
 
 def with_length_that_fits(loaded: LoadedModel, options: NodeOptions, num_blocks: int) -> LoadedModel:

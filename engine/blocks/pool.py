@@ -20,6 +20,7 @@ from tandem.engine.blocks.cooling import CoolingBlocks
 from tandem.engine.blocks.prefix_tree import PrefixTree
 from tandem.engine.blocks.publication import NO_STEP, BlockPublication
 from tandem.engine.blocks.reservations import Reservations
+from tandem.engine.blocks.window import NO_WINDOW, BlockWindow
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.contracts.tenants import TenantBlocks, TenantShares
 
@@ -27,19 +28,29 @@ from tandem.engine.contracts.tenants import TenantBlocks, TenantShares
 class BlockPool:
     """Pool of `num_blocks` blocks, ids 0 … num_blocks-1. One owner thread; nothing here blocks or knows time."""
 
-    def __init__(self, num_blocks: int, enable_caching: bool, shares: TenantShares | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        enable_caching: bool,
+        shares: TenantShares | None = None,
+        window: BlockWindow = NO_WINDOW,
+    ) -> None:
         """`shares` says how many of the pool's blocks each tenant may have cached; None: there are no quotas."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}; give the KV cache more memory")
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
-        self._ref_counts = [0] * num_blocks
+        self.window = window
+        # Stands in lists of blocks where a sequence gave one back. It may be touched and freed like any other, but has
+        # two references of nobody: so it never becomes free, and nobody may write it.
+        self.null_block = num_blocks
+        self._ref_counts = [0] * num_blocks + [2]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._generations = [0] * num_blocks
-        self._cooling = CoolingBlocks(num_blocks)
+        self._cooling = CoolingBlocks(num_blocks + 1)
         # The hash table, and the tree that its prefixes form.
         self._block_of: dict[bytes, int] = {}
-        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._tree = PrefixTree()
         self._tenant_of: dict[bytes, bytes] = {}  # hash -> tenant, for blocks that belong to one
         self.shares = shares or TenantShares()
@@ -129,6 +140,11 @@ class BlockPool:
             if self._ref_counts[block_id] == 0:
                 self._leave_free_queue(block_id)
             self._ref_counts[block_id] += 1
+
+    def passed(self, num: int) -> list[int]:
+        """So many places of the null block in a list of blocks, with one reference each."""
+        self._ref_counts[self.null_block] += num
+        return [self.null_block] * num
 
     def allocate(self, num: int) -> list[int] | None:
         """`num` blocks to be written by this node's own stream, or None (and no change) when fewer are free."""
@@ -300,21 +316,23 @@ class BlockPool:
         """Raises AssertionError when an invariant of this class does not hold. Linear in the size of the pool."""
         free = {block_id for block_id in range(self.num_blocks) if self._ref_counts[block_id] == 0}
         assert min(self._ref_counts) >= 0, "a reference count is negative"
+        assert self._ref_counts[self.null_block] >= 2, "somebody gave back a place of the null block twice"
         assert free == set(self._free), "the free queue is not the set of blocks without a holder"
         self._cooling.check_integrity(free)
-        self._check_hashes()
+        _check_hashes(self)
 
-    def _check_hashes(self) -> None:
-        hashed = {block_id: h for block_id, h in enumerate(self._hash_of) if h is not None}
-        assert {h: b for b, h in hashed.items()} == self._block_of, "hashes and blocks don't map one to one"
-        assert len(hashed) == len(self._block_of), "two blocks have one hash"
-        assert self.enable_caching or not hashed, "a block is cached though caching is off"
-        assert set(self._tree.parent_of) == set(self._block_of)
-        self._tree.check_integrity()
-        assert set(self._tenant_of) <= set(self._block_of), "a tenant of what is not cached"
-        free: dict[bytes, set[int]] = {}
-        for block_hash, tenant in self._tenant_of.items():
-            if self._block_of[block_hash] in self._free:
-                free.setdefault(tenant, set()).add(self._block_of[block_hash])
-        self._tenants.check_integrity(Counter(self._tenant_of.values()), free)
-        self._publication.check_integrity(self._tree.parent_of)
+
+def _check_hashes(pool: BlockPool) -> None:
+    hashed = {block_id: h for block_id, h in enumerate(pool._hash_of) if h is not None}
+    assert {h: b for b, h in hashed.items()} == pool._block_of, "hashes and blocks don't map one to one"
+    assert len(hashed) == len(pool._block_of), "two blocks have one hash"
+    assert pool.enable_caching or not hashed, "a block is cached though caching is off"
+    assert set(pool._tree.parent_of) == set(pool._block_of)
+    pool._tree.check_integrity()
+    assert set(pool._tenant_of) <= set(pool._block_of), "a tenant of what is not cached"
+    free: dict[bytes, set[int]] = {}
+    for block_hash, tenant in pool._tenant_of.items():
+        if pool._block_of[block_hash] in pool._free:
+            free.setdefault(tenant, set()).add(pool._block_of[block_hash])
+    pool._tenants.check_integrity(Counter(pool._tenant_of.values()), free)
+    pool._publication.check_integrity(pool._tree.parent_of)

@@ -29,8 +29,12 @@ class KVAllocator:
     """Moves blocks between `pool` and requests. The only code that changes a request's block list. `seconds`: what
     finding blocks took in all, by the clock `now`."""
 
-    def __init__(self, pool: BlockPool, hasher: BlockHasher, now: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self, pool: BlockPool, hasher: BlockHasher, most_row_tokens: int, now: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """`most_row_tokens`: how many tokens of a request a step computes at most."""
         self.pool = pool
+        self._most_held = pool.window.most_held(most_row_tokens)
         self.seconds, self._now = 0.0, now
         self.block_size = hasher.block_size
         self._hasher = hasher
@@ -76,14 +80,20 @@ class KVAllocator:
         for index in range(request.num_registered_blocks, num_full):
             parent = request.block_hashes[index - 1] if index else None
             tenant = tenant_of_block(index, num_public, request.prompt.secrecy.salt)
-            self.pool.register(request.block_ids[index], request.block_hashes[index], parent, step, tenant)
+            if index >= request.num_passed_blocks:
+                self.pool.register(request.block_ids[index], request.block_hashes[index], parent, step, tenant)
         request.num_registered_blocks = num_full
 
     # --- growth and release ---------------------------------------------------------------------------------
 
-    def num_missing_blocks(self, request: Request) -> int:
-        """How many blocks the launched tokens of `request` need beyond those it has."""
-        return max(0, self.num_blocks_for(request.num_launched_tokens) - len(request.block_ids))
+    def num_missing_blocks(self, request: Request, num_hits: int = 0) -> int:
+        """How many blocks the launched tokens of `request` need beyond those it has, or will start from: of a sequence
+        that gives blocks back, how many more it will have at once."""
+        missing = max(0, self.num_blocks_for(request.num_launched_tokens) - len(request.block_ids) - num_hits)
+        if not self._gives_back(request):
+            return missing
+        num_passed = request.num_passed_blocks or self._num_passed(request, num_hits, num_hits * self.block_size)
+        return min(missing, max(0, self._most_held - len(request.block_ids) - num_hits + num_passed))
 
     def num_blocks_for_beams(self, request: Request) -> int:
         """How many blocks all beams of `request` may need at their longest, when they share its prompt's full blocks
@@ -104,32 +114,71 @@ class KVAllocator:
             )
         return ""
 
-    def num_future_blocks(self, request: Request) -> int:
+    def num_future_blocks(self, request: Request, num_hits: int = 0) -> int:
         """`num_missing_blocks`; of a sequence that carries a beam those of all tokens that it may have: when it lacks
         one, its siblings wait as well. Before the first step it is all beams'."""
         if request.beams is None:
-            return self.num_missing_blocks(request)
+            return self.num_missing_blocks(request, num_hits)
         if request.beams.num_tokens:
-            return self.num_blocks_for(request.max_num_tokens) - len(request.block_ids)
-        return self.num_blocks_for_beams(request) - len(request.block_ids)
+            return self.num_blocks_for(request.max_num_tokens) - len(request.block_ids) - num_hits
+        return self.num_blocks_for_beams(request) - len(request.block_ids) - num_hits
 
     def start(self, request: Request, hits: list[int], num_external_tokens: int) -> bool:
         """Gives a request without blocks its cached prefix and, for tokens to be loaded, blocks that may be written
         from outside. False and no change when there are too few."""
         assert not request.block_ids
         began = self._now()
-        self.pool.touch(hits)
         num_computed_tokens = len(hits) * self.block_size + num_external_tokens
+        num_passed = self._num_passed(request, len(hits), num_computed_tokens)
+        self.pool.touch(hits)
+        self.pool.free(hits[:num_passed], None)  # used just now, so that others are reused before
         num_loaded = self.num_blocks_for(num_computed_tokens) - len(hits)
         loaded = self.pool.allocate_grantable(num_loaded)
         self.seconds += self._now() - began
         if loaded is None:
-            self.pool.free(hits, None)
+            self.pool.free(hits[num_passed:], None)
             return False
-        request.block_ids = hits + loaded
-        request.num_computed_tokens = num_computed_tokens
+        request.block_ids = self.pool.passed(num_passed) + hits[num_passed:] + loaded
+        request.num_passed_blocks = num_passed
+        request.num_computed_tokens = request.newest_row_start = num_computed_tokens
         request.num_registered_blocks = len(hits)
         return True
+
+    def needed_hits(self, request: Request, hits: list[int]) -> list[int]:
+        """The `hits` that `request` would keep if it started from all of them."""
+        return hits[self._num_passed(request, len(hits), len(hits) * self.block_size) :]
+
+    def take_over(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Gives a request blocks with the KV of its whole prompt, one reference to each included; the first of them may
+        be the null block."""
+        request.block_ids = list(block_ids)
+        request.num_passed_blocks = request.block_ids.count(self.pool.null_block)
+        request.num_computed_tokens = request.newest_row_start = request.num_prompt_tokens
+        self.register_full_blocks(request, None)
+        self.slide([request])
+
+    def slide(self, requests: Iterable[Request]) -> None:
+        """Gives back what no row of these requests reads any more: all before the window of the newest row's first
+        token."""
+        for request in requests:
+            first = request.num_passed_blocks
+            num_passed = self._num_passed(request, len(request.block_ids), request.newest_row_start)
+            if num_passed > first:
+                passed = request.block_ids[first:num_passed]
+                request.block_ids[first:num_passed] = self.pool.passed(len(passed))
+                request.num_passed_blocks = num_passed
+                self.pool.free(passed, request.last_step if request.last_step >= 0 else None)
+
+    def _num_passed(self, request: Request, num_blocks: int, position: int) -> int:
+        """How many of the first `num_blocks` blocks of a request nothing reads from `position` on."""
+        return min(self.pool.window.num_passed(position), num_blocks) if self._gives_back(request) else 0
+
+    @staticmethod
+    def _gives_back(request: Request) -> bool:
+        """Whether `request` gives back what slid out. A prompt to be handed off keeps its blocks for that, one with
+        helpers since they have its list of them, one whose KV is in doubt until it is hashed."""
+        keeps = request.keeps_blocks or request.has_help or request.is_doubtful
+        return request.prompt.mode != "prefill" and not keeps
 
     def grow(self, request: Request, num_tokens: int, for_anybody: bool = False) -> bool:
         """Gives `request` blocks for `num_tokens` tokens in all, if need be after other holds of blocks gave theirs
@@ -154,6 +203,7 @@ class KVAllocator:
             self.pool.free([copy.source], None)
         blocks, request.block_ids = request.block_ids, []
         request.num_computed_tokens = request.num_registered_blocks = request.num_table_blocks = 0
+        request.num_passed_blocks = request.num_table_passed = request.newest_row_start = 0
         return blocks
 
     def release(self, request: Request) -> None:
@@ -182,6 +232,7 @@ class KVAllocator:
             self._copies[child] = PendingCopy(source, tail[0], num_tail_tokens)
         child.block_ids += tail
         child.num_registered_blocks = min(parent.num_registered_blocks, num_full)
+        child.num_passed_blocks = parent.num_passed_blocks
         return True
 
     def take_copies(self, step_id: int) -> tuple[BlockCopy, ...]:
@@ -199,14 +250,22 @@ class KVAllocator:
 
     def fragmentation(self, requests: Sequence[Request]) -> float:
         """The share of these requests' KV slots that hold no token."""
-        num_blocks = sum(len(request.block_ids) for request in requests)
-        num_tokens = sum(min(r.num_computed_tokens, len(r.block_ids) * self.block_size) for r in requests)
+        num_blocks = sum(len(request.block_ids) - request.num_passed_blocks for request in requests)
+        num_tokens = sum(
+            min(r.num_computed_tokens, len(r.block_ids) * self.block_size) - r.num_passed_blocks * self.block_size
+            for r in requests
+        )
         return 1 - num_tokens / (num_blocks * self.block_size) if num_blocks else 0.0
 
-    def references(self, requests: Iterable[Request]) -> Counter[int]:
+    def references(self, requests: Sequence[Request]) -> Counter[int]:
         """block_id -> references that `requests` and pending copies hold (for integrity checks)."""
         counts = Counter(block_id for request in requests for block_id in request.block_ids)
         counts.update(copy.source for copy in self._copies.values())
         for child, copy in self._copies.items():
             assert copy.destination in child.block_ids, "a copy goes to a block that its request does not hold"
+        for request in requests:
+            nulls = [place for place, block_id in enumerate(request.block_ids) if block_id == self.pool.null_block]
+            assert nulls == list(range(request.num_passed_blocks)), f"{request.key} lacks a block in its middle"
+            needs = self.pool.window.num_passed(request.num_computed_tokens)
+            assert request.num_passed_blocks <= needs, f"{request.key} gave back what it reads"
         return counts

@@ -7,6 +7,7 @@ block reference of a request is in its `block_ids`, and the source of each pendi
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tandem.engine.blocks.adapter_slots import AdapterSlots
@@ -113,7 +114,8 @@ class SchedulerState:
         self.pool = pool
         self.clock = clock or StepClock(lambda: 0.0)
         hasher = BlockHasher(block_size, hash_block_size or block_size, root_for_salt)
-        self.kv = KVAllocator(pool, hasher, self.clock.now)
+        most_row_tokens = min(options.max_num_batched_tokens, options.max_prefill_chunk or math.inf)
+        self.kv = KVAllocator(pool, hasher, int(most_row_tokens), self.clock.now)
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -185,10 +187,9 @@ class SchedulerState:
     def _take_over(self, request: Request, block_ids: Sequence[int], num_cached_tokens: int) -> None:
         assert len(block_ids) == self.kv.num_blocks_for(request.num_prompt_tokens), "committed KV has a hole"
         self._adopt(request)
-        request.block_ids = list(block_ids)
-        request.num_computed_tokens, request.num_cached_tokens = request.num_prompt_tokens, num_cached_tokens
+        request.num_cached_tokens = num_cached_tokens
         request.was_started = request.prompt_logprobs_sent = True
-        self.kv.register_full_blocks(request, None)
+        self.kv.take_over(request, block_ids)
 
     def count_start(self, request: Request) -> None:
         """Counts the prompt of `request`, how long it waited, and what is cached of it, at its first start."""
@@ -369,6 +370,10 @@ class SchedulerState:
             count = self.pool.ref_count(block_id)
             assert count >= held, f"block {block_id} has {count} references, requests hold {held}"
             assert count == held or external_references is None, f"block {block_id}: nobody holds one of {count}"
+        null_block = self.pool.null_block
+        assert self.pool.ref_count(null_block) - 2 >= references[null_block], (
+            "a place of the null block was freed twice"
+        )
 
     def assert_empty(self) -> None:
         """Asserts, for tests, that every request has left and nothing of it is held."""

@@ -82,12 +82,15 @@ class StepBuilder:
         else:
             appended = range(request.num_table_blocks, len(request.block_ids))
             self._block_appends += [BlockAppend(request.slot, i, request.block_ids[i]) for i in appended]
-        request.num_table_blocks = len(request.block_ids)
+            passed = range(request.num_table_passed, request.num_passed_blocks)
+            self._block_appends += [BlockAppend(request.slot, i, self._state.pool.null_block) for i in passed]
+        request.num_table_blocks, request.num_table_passed = len(request.block_ids), request.num_passed_blocks
         wants_logprobs = request.needs_prompt_logprobs and start < request.num_prompt_tokens
         self._rows.append(ScheduledRow(request.slot, start, row.num_tokens, wants_logprobs))
         self._rows += [ScheduledRow(request.slot, end + place, 1) for place in range(len(row.drafts))]
         self._drafts += [-1, *row.drafts]
         self._launched.row_requests += [request] * (1 + len(row.drafts))
+        request.newest_row_start = start
         request.num_computed_tokens = end  # what of the drafts is right is known when the step is read
         request.last_step = self._step_id
 
@@ -134,7 +137,7 @@ class StepBuilder:
             return False
         self._state.fork_into_batch(child)
         child.num_computed_tokens = position
-        child.num_table_blocks = len(child.block_ids)
+        child.num_table_blocks, child.num_table_passed = len(child.block_ids), child.num_passed_blocks
         child.last_step = self._step_id
         self._forks.append(ForkSlot(child.slot, parent.slot, position, tuple(child.block_ids), sample_index))
         self._add_sample(row, child, sample_index, position)

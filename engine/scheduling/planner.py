@@ -97,6 +97,7 @@ class StepPlanner:
         """Plans the next step. `nothing_in_flight`: no launched step is unread, so nothing but this plan can change
         what is stuck."""
         plan = StepPlan(self._options.max_num_batched_tokens, self._options.max_num_batched_tokens)
+        self._kv.slide(self._queues.running)
         for request in self._aging.due(self._queues.waiting):
             self._queues.put_first(request)
         for request in [r for r in self._queues.running if r.can_advance and is_decoding(r)]:
@@ -244,8 +245,9 @@ class StepPlanner:
         if admission.num_reserved is None:
             admission.num_reserved = self._num_reserved()
         hits = self._kv.cached_prefix(request)
-        needed = self._kv.num_future_blocks(request) - len(hits) + admission.num_reserved
-        has_room = self._state.pool.reservations.make_room(needed, Kind.START, request, hits)
+        needed = self._kv.num_future_blocks(request, len(hits)) + admission.num_reserved
+        needed_hits = self._kv.needed_hits(request, hits)
+        has_room = self._state.pool.reservations.make_room(needed, Kind.START, request, needed_hits)
         if not has_room and not self._take_blocks(plan, request, hits):
             admission.is_open = False
         elif self._start(plan, request, hits):
@@ -313,7 +315,7 @@ class StepPlanner:
     def _take_blocks(self, plan: StepPlan, request: Request, hits: list[int]) -> bool:
         """Preempts less important running requests for a waiting one, if they have enough blocks for it."""
         pool, yielding = self._state.pool, who_gives_way(self._queues.running, request)
-        own = self._kv.num_future_blocks(request) - len(hits)
+        own, hits = self._kv.num_future_blocks(request, len(hits)), self._kv.needed_hits(request, hits)
         if own > pool.num_free - pool.num_unused(hits) + sum(len(other.block_ids) for other in yielding):
             return False
         for other in yielding:

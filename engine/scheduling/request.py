@@ -92,6 +92,10 @@ class Request:
     last_step: int = -1
     num_registered_blocks: int = 0  # leading blocks offered to the hash table
     num_table_blocks: int = 0  # leading blocks that the slot's block table on the device has
+    num_passed_blocks: int = 0  # leading blocks given back since no row reads them any more: the null block's places
+    num_table_passed: int = 0  # of them, those of which the slot's block table knows
+    newest_row_start: int = 0  # where its newest row began: no row to come begins before
+    keeps_blocks: bool = False  # gives none back before its end: others count on them
     first_token_at: float = 0.0  # seconds of the scheduler's clock; 0.0: not yet
     num_preemptions: int = 0
     num_yields: int = 0  # how many of these preemptions were for a request that waited
@@ -120,8 +124,11 @@ class Request:
     def pause(self) -> None:
         self.is_paused = True
 
+    def keep_blocks(self) -> None:
+        self.keeps_blocks = True
+
     def resume(self) -> None:
-        self.is_paused = False
+        self.is_paused = self.keeps_blocks = False
 
     def get_help(self, num_nodes: int) -> None:
         self.num_nodes = num_nodes

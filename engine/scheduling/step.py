@@ -53,7 +53,8 @@ class ForkSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BlockAppend(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Block table patch: entry `index` of `slot` is `block_id` from this step on."""
+    """Block table patch: entry `index` of `slot` is `block_id` from this step on; the null block, where the sequence
+    gave back what it had there."""
 
     slot: int
     index: int

@@ -111,7 +111,7 @@ class SinkActions:
         if action is A.COMMIT:
             assert record.ready is not None
             self._ledger.counters.commits += 1
-            num_cached = len(record.hits) * self._ledger.block_size
+            num_cached = record.num_found * self._ledger.block_size
             blocks = self._ledger.take(record)
             self._effects.append(
                 Commit(request, blocks, record.ready.first_tokens, num_cached, record.ready.continuation)

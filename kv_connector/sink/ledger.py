@@ -96,12 +96,31 @@ class SinkLedger:
         if request is None or not request.prompt.use_prefix_cache:
             return
         last_full = (request.num_prompt_tokens - 1 - (record.kind is HandoffKind.SEQUENCE)) // self.block_size
-        found = self.pool.match_prefix(request.block_hashes[: max(0, last_full)])
+        found = self.pool.match_prefix(request.block_hashes[: max(0, last_full)])[record.num_passed :]
         if len(found) > len(record.hits):
             self.pool.touch(found)
             self.unpin(record)
             record.hits = found
             record.hold = self.pool.reservations.add(Kind.HITS, len(found), partial(self.unpin, record), record)
+
+    def pass_over(self, record: SinkRecord, first_kept: int = 0) -> None:
+        """Leaves out what no step will read: what is before every window of the prompt's end, and what a running
+        sequence's source has freed, which is before token `first_kept`."""
+        assert record.request is not None
+        passed = self.pool.window.num_passed(record.request.num_prompt_tokens)
+        passed = min(max(passed, first_kept // self.block_size), record.num_blocks - 1)
+        needless = passed - record.num_passed
+        record.num_passed = passed
+        self.pool.free(record.hits[:needless], None)
+        del record.hits[:needless]
+        if not record.hits:
+            self.unpin(record)
+
+    def may_take(self, record: SinkRecord) -> bool:
+        """Whether this node can go on without what the source has freed: it must know the window, and its blocks must
+        begin where the source's do."""
+        num_freed, rest = divmod(record.first_kept, self.block_size)
+        return not rest and num_freed <= self.pool.window.num_passed(record.num_tokens)
 
     def unpin(self, record: SinkRecord) -> None:
         self.pool.free(record.hits, None)
@@ -124,18 +143,19 @@ class SinkLedger:
         """Frees the granted blocks beyond `num_tokens`, the length of a sequence at its end: its source wrote none of
         them."""
         record.num_tokens, record.num_blocks = num_tokens, self.num_blocks_of(num_tokens)
-        self.free_granted(record, record.num_blocks - len(record.hits))
+        self.free_granted(record, record.num_blocks - record.first_block)
 
     def take(self, record: SinkRecord) -> tuple[int, ...]:
         """Takes the request's blocks out of the record and returns them. Where others with the same prefix have brought
         a block since the grant, theirs takes the place of the one that came again: the block is kept once, which leaves
         room, and decodes read it together."""
-        blocks, request = [*record.hits, *record.granted], record.request
+        blocks = [*self.pool.passed(record.num_passed), *record.hits, *record.granted]
+        request = record.request
         record.hits, record.granted = [], []
         if request is None or not request.prompt.use_prefix_cache:
             return tuple(blocks)
         known = self.pool.match_prefix(request.block_hashes[: record.num_tokens // self.block_size])
-        twice = [index for index, block_id in enumerate(known) if block_id != blocks[index]]
+        twice = [index for index in range(record.num_passed, len(known)) if known[index] != blocks[index]]
         self.pool.touch(known[index] for index in twice)
         self.pool.free([blocks[index] for index in twice], None)
         for index in twice:

@@ -60,7 +60,7 @@ class SinkLine:
                 return
             record.num_tokens, record.num_blocks = claim.num_prompt_tokens, num_blocks
         if record.num_claimed == 0:
-            record.num_claimed = claim.num_prompt_tokens
+            record.num_claimed, record.first_kept = claim.num_prompt_tokens, claim.first_kept
             self.take_claimed(record)
         self._actions.run(record, record.machine.on_claim(claim.source_epoch, claim.sink_epoch))
 
@@ -70,6 +70,7 @@ class SinkLine:
         if record.kind is HandoffKind.SEQUENCE and record.num_claimed and record.request is not None:
             record.num_tokens = max(record.num_claimed, record.request.num_prompt_tokens)
             record.num_blocks = self._ledger.num_blocks_of(record.num_tokens)
+            self._ledger.pass_over(record, record.first_kept)
 
     def settle(self, record: SinkRecord) -> None:
         """Queues a new claim, notes an end, grants what can be granted now. Must be called after every event."""
@@ -91,7 +92,7 @@ class SinkLine:
                 self._leave_line()
                 continue
             self._ledger.pin(record)
-            needed = record.num_blocks - len(record.hits)
+            needed = record.num_blocks - record.first_block
             if not self._may_promise(needed):
                 return
             if needed > self._pool.num_grantable - self._headroom and not self._make_room(record, needed):
@@ -142,9 +143,11 @@ class SinkLine:
                 self._grant(record, record.into)
                 continue
             self._ledger.pin(record)
-            needed = record.num_blocks - len(record.hits)
-            if needed > self._pool.num_free - self._headroom:
-                record.reason, record.closed_at = outcomes.NO_ROOM, self._ledger.now
+            needed = record.num_blocks - record.first_block
+            can_go_on = self._ledger.may_take(record)
+            if not can_go_on or needed > self._pool.num_free - self._headroom:
+                record.reason = outcomes.NO_ROOM if can_go_on else outcomes.OTHER_LAYOUT
+                record.closed_at = self._ledger.now
                 self._actions.run(record, record.machine.on(SinkEvent.DEADLINE))
             elif needed <= self._pool.num_grantable:
                 blocks = self._pool.allocate_grantable(needed)
@@ -183,7 +186,7 @@ class SinkLine:
                 source_epoch=record.machine.source_epoch,
                 sink_id=self._ledger.info.node_id,
                 sink_epoch=self._ledger.info.epoch,
-                first_block=len(record.hits),
+                first_block=record.first_block,
                 block_ids=tuple(blocks),
                 num_prompt_tokens=record.num_tokens,
                 lease_s=self._lease_s,

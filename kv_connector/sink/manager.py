@@ -78,9 +78,10 @@ class SinkManager:
         assert submit.peer is not None, "a decode node is told who hands over"
         record.source_id = submit.peer.node_id
         record.kind = HandoffKind.SEQUENCE if submit.is_running else HandoffKind.PROMPT
+        self.ledger.pass_over(record)
         self.line.take_claimed(record)
         self.ledger.pin(record)
-        num_cached = len(record.hits) * self.ledger.block_size
+        num_cached = record.num_found * self.ledger.block_size
         self.actions.run(record, record.machine.on_submit(submit.peer.epoch))
         if record.machine.state in OVER:
             self.ledger.unpin(record)
@@ -270,6 +271,8 @@ class SinkManager:
         if len(set(named)) < len(named) or (self.info.vocab_size and max(tokens, default=0) >= self.info.vocab_size):
             return False
         is_right_kind = (record.kind is HandoffKind.SEQUENCE) == (continuation is not None)
+        if continuation is not None and record.num_passed > self.ledger.pool.window.num_passed(continuation.num_tokens):
+            return False
         return is_right_kind and record.fits(continuation, self.ledger.block_size)
 
     def _on_verified(self, record: SinkRecord, event: Verified) -> None:

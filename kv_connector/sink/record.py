@@ -34,13 +34,15 @@ class SinkRecord:
     num_tokens: int = 0  # in the pool at the commit: of a sequence at most so many, of a pull known from its claim on
     num_blocks: int = 0
     num_claimed: int = 0  # tokens that the claim names
+    first_kept: int = 0  # the first token that its source still has, by its claim
     most_blocks: int = 0  # how many blocks a pull asked for
     is_used_early: bool = False  # steps may read its blocks while they are written
     into: list[int] = field(default_factory=list)  # the blocks that will be granted, where a request has them already
     is_held: bool = False  # its claim is not granted yet
     queued_at: float = 0.0  # since when it waits in line, and its place there: (priority, number of the claim)
     place: tuple[int, int] = (0, 0)
-    hits: list[int] = field(default_factory=list)
+    num_passed: int = 0  # leading blocks that are before every window of what is handed over: nobody sends or has them
+    hits: list[int] = field(default_factory=list)  # behind them
     hold: Hold | None = None  # the reservation of the hits, while they belong to a ticket
     granted: list[int] = field(default_factory=list)
     grant: KVGrant | None = None
@@ -58,6 +60,16 @@ class SinkRecord:
     def source(self) -> NodeKey:
         return NodeKey(self.source_id, self.machine.source_epoch)
 
+    @property
+    def first_block(self) -> int:
+        """The first block that the source is to write."""
+        return self.num_passed + len(self.hits)
+
+    @property
+    def num_found(self) -> int:
+        """How many leading blocks of the prompt were found here."""
+        return self.first_block if self.hits else 0
+
     def because(self, reason: str) -> None:
         """Notes why the hand-off ends, if it has not ended yet."""
         if self.machine.state not in (*ENDED, *UNTIL_SAFE):
@@ -68,5 +80,5 @@ class SinkRecord:
         if continuation is None or self.request is None:
             return True
         num_tokens = self.request.num_prompt_tokens + len(continuation.token_ids) - 1
-        starts_at = len(self.hits) * block_size
+        starts_at = self.first_block * block_size
         return continuation.num_tokens == num_tokens and starts_at < num_tokens <= self.num_tokens

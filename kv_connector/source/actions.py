@@ -60,6 +60,7 @@ class SourceActions:
                 source_epoch=self._ledger.info.epoch,
                 sink_epoch=record.peer.epoch,
                 num_prompt_tokens=record.num_prompt_tokens,
+                first_kept=record.first_kept,
             )
             self._send(record, claim)
         elif action is A.SEND_READY:

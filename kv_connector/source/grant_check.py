@@ -33,6 +33,8 @@ class GrantCheck:
         sizes = (grant.first_block + len(grant.block_ids), grant.num_prompt_tokens)
         if sizes != (record.num_sink_blocks, record.num_prompt_tokens) or not grant.block_ids:
             raise GrantError(f"grant {grant.grant_id:#x} does not fit the prompt", request_id=grant.request_id)
+        if grant.first_block * record.block_sizes.sink < record.first_kept:
+            raise GrantError(f"grant {grant.grant_id:#x} is for blocks that slid out", request_id=grant.request_id)
 
     def note_use(self, grant_id: int) -> None:
         self._used[grant_id] = None

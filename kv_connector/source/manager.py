@@ -113,12 +113,16 @@ class SourceManager:
 
     # --- running sequences ----------------------------------------------------------------------------------
 
-    def follow(self, key: AttemptKey, peer: PeerRef, most_tokens: int, deadline: float, now: float) -> None:
+    def follow(
+        self, key: AttemptKey, peer: PeerRef, most_tokens: int, deadline: float, now: float, first_kept: int = 0
+    ) -> None:
         """Claims room at `peer`, which expects it, for a sequence that runs on meanwhile and has at most `most_tokens`
-        tokens of KV when it is handed over. While `is_pushing`, the caller says with `push_settled`, and at last with
-        `hand_over`, which KV exists. The hand-off ends like any other."""
+        tokens of KV when it is handed over; it has given back what is before token `first_kept`, and gives back no
+        more. While `is_pushing`, the caller says with `push_settled`, and at last with `hand_over`, which KV exists.
+        The hand-off ends like any other."""
         self.ledger.at(now)
         record = self._add(key, HandoffKind.SEQUENCE, peer, most_tokens, deadline)
+        record.first_kept = first_kept
         if self.peers.knows(peer):
             self.peers.claim_offer(record)
 

@@ -40,6 +40,7 @@ class SourceRecord:
     retire_asked_at: float = 0.0  # when the transfer thread was told to retire the grant; 0: not yet
     was_warned: bool = False  # whether the log says already that this takes long
     num_drops_counted: int = 0
+    first_kept: int = 0  # the first token whose block a running sequence still has
 
     hold: Hold | None = None  # in the order of those who wait with blocks
     request: Request | None = None  # while the scheduler has it

@@ -55,7 +55,7 @@ def _run(commands: socket.socket) -> None:
     from tandem.node.ranks.leader import shard_of
     from tandem.node.ranks.lost_steps import write_lost
     from tandem.node.ranks.rank_adapters import AdapterFollower
-    from tandem.node.setup import load, size_pool, with_device_defaults
+    from tandem.node.setup import block_window, load, size_pool, with_device_defaults
 
     setup = receive_setup(commands)
     if setup is None:
@@ -66,7 +66,8 @@ def _run(commands: socket.socket) -> None:
     loaded = load(options, Membership(shard_of(options, setup.rank), setup.port))
     options = with_device_defaults(options, loaded.device)
     num_blocks = size_pool(loaded, options)
-    max_model_len = min(loaded.max_model_len, num_blocks * options.cache.block_size)  # rank 0 says so
+    num_usable = num_blocks - block_window(loaded, options).num_null_blocks
+    max_model_len = min(loaded.max_model_len, num_usable * options.cache.block_size)  # rank 0 says so
     pool = _own_pool(commands, loaded, num_blocks)
     if pool is None:
         return

@@ -13,6 +13,7 @@ from fake_tiers import FakeTiers
 
 from fake_runner import FakeRunner, next_candidates, next_token, stop_ids
 from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.blocks.window import NO_WINDOW, BlockWindow
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.hashing import Secrecy, root_hash
 from tandem.engine.contracts.sampling_params import SamplingParams
@@ -117,15 +118,19 @@ class Harness:
         num_adapter_slots: int = 2,
         speculates: bool = False,
         draft: FakeRunner | None = None,
+        window: int = 0,
         **options: float,
     ) -> None:
-        """`speculates`: half of what is guessed is right; `draft`: what it draws is guessed."""
+        """`speculates`: half of what is guessed is right; `draft`: what it draws is guessed. `window`: how many
+        tokens every layer of the model sees, itself included; 0: all."""
         self.options = SchedulerOptions(
             **{"max_num_seqs": 8, "max_num_batched_tokens": 16, **options}  # type: ignore[arg-type]
         )
-        self.pool = pool or BlockPool(num_blocks, caching)
+        slides = BlockWindow(window, BLOCK) if window else NO_WINDOW
+        self.pool = pool or BlockPool(num_blocks, caching, window=slides)
         self.connector = FakeConnector(self.pool, keeps_finished)
         self.runner = FakeRunner(self.pool.num_blocks, BLOCK, self.options.max_num_seqs, [EOS])
+        self.runner.window = slides.num_tokens
         self.tiers = None if tiers is None else FakeTiers(self.pool, self.runner, *tiers)
         drafted = None if draft is None else DraftedTokens(draft, 4, BLOCK, MAX_MODEL_LEN, StepClock(lambda: 0.0))
         self.scheduler = Scheduler(

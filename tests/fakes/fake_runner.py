@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import numpy as np
 
 from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.blocks.window import NO_WINDOW
 from tandem.engine.contracts.hashing import hash_blocks
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import Candidates, TokenLogprobs
@@ -75,6 +76,7 @@ class FakeRunner:
         self.saturating: set[int] = set()  # tokens whose KV does not fit into the pool's dtype
         self.num_overflows = 0
         self.failing: set[int] = set()  # steps that run out of memory
+        self.window = NO_WINDOW.num_tokens  # a row reads no further back
         self._doomed: set[int] = set()  # launched before the one before them was seen to fail
         self._eos_token_ids = tuple(eos_token_ids)
         self._tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
@@ -178,8 +180,10 @@ class FakeRunner:
             self._settings[new.slot] = new
         for append in output.block_appends:
             table = self._block_tables[append.slot]
-            assert append.index == len(table), "a block table has a hole or is written twice"
-            table.append(append.block_id)
+            assert append.index <= len(table), "a block table has a hole"
+            is_passed = append.block_id == len(self.memory)
+            assert is_passed == (append.index < len(table)), "a block table is written twice"
+            table[append.index : append.index + 1] = [append.block_id]
         for sample in output.samples:
             if sample.draft >= 0:
                 table = self._tables[sample.slot]
@@ -208,7 +212,7 @@ class FakeRunner:
         assert adapter == own, "a row takes another's adapter"
         assert row.num_tokens > 0, "a row without a token has no logits"
         assert row.start + row.num_tokens <= len(table), "a row computes a token that nobody made"
-        for position in range(row.start):
+        for position in range(max(0, row.start - self.window + 1), row.start):
             block_id, offset = self._where(row.slot, position)
             held = self.memory[block_id].get(offset)
             assert held == tuple(table[: position + 1]), (

@@ -27,12 +27,14 @@ class KVPull(AttemptMessage, frozen=True, kw_only=True):
 class KVClaim(AttemptMessage, frozen=True, kw_only=True):
     """Source -> sink: I am about to compute this prompt, or I have this many tokens of what a KVPull asks for. For a
     running sequence: the most tokens that it may have when it is handed over. Answered by KVGrant, KVWait or
-    KVRefused."""
+    KVRefused. The source has freed what is before token `first_kept`, since it slid out of every layer's window: the
+    grant must begin there or later."""
 
     source_id: str
     source_epoch: int
     sink_epoch: int
     num_prompt_tokens: Count
+    first_kept: Count = 0
 
 
 class KVWait(AttemptMessage, frozen=True, kw_only=True):
@@ -42,7 +44,8 @@ class KVWait(AttemptMessage, frozen=True, kw_only=True):
 class KVGrant(AttemptMessage, frozen=True, kw_only=True):
     """Sink -> source: leave to write, once, into these blocks.
 
-    `block_ids[i]` receives the prompt's block number `first_block + i`; earlier blocks the sink already holds.
+    `block_ids[i]` receives the prompt's block number `first_block + i`; earlier blocks the sink already holds, or they
+    are before every window.
     Signed by the sink over all other fields; the source checks before it writes, the sink checks the echo.
     """
 

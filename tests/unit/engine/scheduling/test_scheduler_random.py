@@ -71,6 +71,7 @@ class Traffic(RuleBasedStateMachine):
         contended_chunk=st.sampled_from([0, 3]),
         wrong_every=st.sampled_from([None, None, 0, 2]),
         speculates=st.booleans(),
+        window=st.sampled_from([0, 0, 1, 6, 11]),
         tiers=st.none() | st.tuples(st.integers(1, 12), st.sampled_from([0, 0, 5, 9]), *[st.integers(0, 3)] * 2),
     )
     def start(
@@ -87,6 +88,7 @@ class Traffic(RuleBasedStateMachine):
         contended_chunk: int,
         wrong_every: int | None,
         speculates: bool,
+        window: int,
         tiers: TierSizes | None,
     ) -> None:
         """`wrong_every`: how good a draft model is; None: there is none."""
@@ -106,6 +108,7 @@ class Traffic(RuleBasedStateMachine):
             tiers=tiers,
             speculates=speculates and draft is None,
             draft=draft,
+            window=window if draft is None else 0,
         )
         self.granted: list[list[int]] = []
         self.aborted: set[tuple[str, int]] = set()
