@@ -149,7 +149,7 @@ class PromptBudget:
         return self._within(min(gap_s, max(slack_s, chunk_s)), num_streams)
 
     def _unpromised(self) -> int:
-        """As many tokens as were asked for, else as many as fast models compute in the time of what others have."""
+        """Bounds prompt work beside streams to which nothing is promised: by the option, or by what takes `PLAIN_S`."""
         token_s = self._clock.seconds_per_token
         by_time = int(PLAIN_S / token_s) if token_s else 0
         return self._given or min(self._most, max(PLAIN_TOKENS, by_time))
