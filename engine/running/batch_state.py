@@ -216,7 +216,11 @@ class BatchState:
 
     def are_plain(self, samples: Sequence[SampleRow]) -> bool:
         """Whether every sample is greedy and asks for nothing that the sampler would have to do."""
-        return bool(self.settings["plain"][[sample.slot for sample in samples]].all())
+        return self.all_plain([sample.slot for sample in samples])
+
+    def all_plain(self, slots: Sequence[int]) -> bool:
+        """Whether what is drawn in these slots is greedy and asks for nothing that the sampler would have to do."""
+        return bool(self.settings["plain"][slots].all())
 
     def prompt_logprob_runs(self, row: ScheduledRow) -> list[tuple[int, int]]:
         """(first, count) of runs of the row's tokens, at most PROMPT_LOGPROB_ROWS each, whose hidden states are needed

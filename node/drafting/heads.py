@@ -23,7 +23,7 @@ from tandem.engine.running.heads.guess_steps import HeadSteps
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.runner_needs import Model
 from tandem.engine.scheduling.clock import StepClock
-from tandem.engine.scheduling.speculation.head_tokens import HeadTokens
+from tandem.engine.scheduling.speculation.head_tokens import HeadRow, HeadTokens
 from tandem.engine.scheduling.speculation.options import EagleOptions, read_speculative_config
 
 DRIVER_BYTES_PER_GRAPH = 2 << 20  # of some 20 kernels; a guess
@@ -123,16 +123,15 @@ class HeadEngine:
             self.guesser.times.measured(self._seconds())
 
     def _seconds(self) -> dict[int, float]:
-        """Rows -> seconds of a step of theirs."""
+        """Rows -> seconds of a step of theirs, the host's share included."""
         seconds: dict[int, float] = {}
         for rows in MEASURED_ROWS:
             if rows > self.steps.sizes[-1]:
                 break
-            self.steps.run_dummy(rows)
-            torch.cuda.synchronize(self.steps.device)
+            asked = [HeadRow(-1, 0, 0, self.guesser.num_speculative_tokens, 0, 0)] * rows  # of nobody
+            self.steps.guess(asked, ())
             began = time.perf_counter()
             for _ in range(REPEATS):
-                self.steps.run_dummy(rows)
-            torch.cuda.synchronize(self.steps.device)
-            seconds[rows] = (time.perf_counter() - began) / REPEATS
+                self.steps.guess(asked, ())
+            seconds[rows] = (time.perf_counter() - began) / (REPEATS * self.guesser.num_speculative_tokens)
         return seconds

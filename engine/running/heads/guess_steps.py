@@ -51,6 +51,7 @@ class HeadSteps:
         rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
         self._words = torch.zeros((3, rows), dtype=torch.int64, device=self.device)  # slots, positions, tokens
         self._words[0] = -1
+        self._guessed = torch.zeros((head.num_speculative_tokens + 1, rows), dtype=torch.int64, device=self.device)
         self._inputs = DecodeInputs.allocate(rows, state.max_blocks, self.device)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
         self._hidden_RE = torch.zeros((rows, head.hidden_size), dtype=head.dtype, device=self.device)
@@ -69,11 +70,11 @@ class HeadSteps:
             event = torch.cuda.Event()
             event.record()
             event.synchronize()
-        columns = [token_R.tolist() for token_R in drawn]
+        columns = drawn.tolist()
         return [[columns[place][index] for place in range(row.num_guesses)] for index, row in enumerate(rows)]
 
-    def _launch(self, rows: Sequence[HeadRow], appends: Sequence[BlockAppend]) -> list[torch.Tensor]:
-        """The tokens of each step, on their way to the host: int64 [rows that want so many]."""
+    def _launch(self, rows: Sequence[HeadRow], appends: Sequence[BlockAppend]) -> torch.Tensor:
+        """The tokens of each step, on their way to the host: int64 [steps, R]. Those that no row wants may be any."""
         self._state.apply((), appends)
         size = self._size_for(len(rows))
         given = np.zeros((3, size), np.int64)
@@ -81,14 +82,18 @@ class HeadSteps:
         given[:, : len(rows)] = np.array([(row.slot, row.position, row.token) for row in rows], np.int64).T
         [words] = upload([given], self.device)
         self._words[:, :size].copy_(words)
-        drawn: list[torch.Tensor] = []
+        draws = not self._state.all_plain([row.slot for row in rows])
+        before = len(rows)
         for place in range(rows[0].num_guesses):
             num_rows = sum(row.num_guesses > place for row in rows)
-            if drawn and num_rows < len(drawn[-1]):
-                self._words[0, num_rows : len(drawn[-1])] = -1
+            if num_rows < before:
+                self._words[0, num_rows:before] = -1
+            before = num_rows
             self._step(num_rows, "later" if place else "first")
-            drawn.append(to_host(self._draw(rows[:num_rows], place)))
-        return drawn
+            if draws:
+                self._draw(rows[:num_rows], place)
+            self._guessed[place, :num_rows].copy_(self._words[2, :num_rows])
+        return to_host(self._guessed[: rows[0].num_guesses, : len(rows)])
 
     def _size_for(self, num_rows: int) -> int:
         return self.sizes[bisect.bisect_left(self.sizes, num_rows)]
@@ -133,18 +138,15 @@ class HeadSteps:
             return tuple(self._inputs.seq_lens_R[: len(position_G)].tolist())
         return (self._max_model_len,) * len(position_G)
 
-    def _draw(self, rows: Sequence[HeadRow], place: int) -> torch.Tensor:
-        """Tokens by the numbers of their places, as the model will draw; without what hangs on the output so far."""
+    def _draw(self, rows: Sequence[HeadRow], place: int) -> None:
+        """Has tokens drawn by the numbers of their places, as the model will; without what depends on the output."""
         samples = [
             SampleRow(index, row.slot, row.position + 1 + place, row.sample_index, row.output_index + place)
             for index, row in enumerate(rows)
         ]
-        token_R = self._words[2, : len(rows)]
-        if not self._state.are_plain(samples):
-            whole, _, _ = self._state.sampling_batch(samples)
-            drawn_R, _ = sample(self._logits_RV[: len(rows)], SamplingBatch(edits=whole.edits, random=whole.random))
-            token_R.copy_(drawn_R)
-        return token_R.clone()
+        whole, _, _ = self._state.sampling_batch(samples)
+        drawn_R, _ = sample(self._logits_RV[: len(rows)], SamplingBatch(edits=whole.edits, random=whole.random))
+        self._words[2, : len(rows)].copy_(drawn_R)
 
     @torch.inference_mode()
     def run_dummy(self, num_rows: int) -> None:
