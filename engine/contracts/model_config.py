@@ -469,7 +469,7 @@ def _deepseek_mixture(fields: _DeepseekV2 | _DeepseekV3) -> MixtureConfig | None
     )
 
 
-def _checked_fields(raw: dict[str, Any], architecture: str) -> _Fields:
+def _checked_fields(raw: dict[str, Any], architecture: str) -> _Llama | _Mistral | _Qwen2 | _Experts | _Deepseek:
     """The fields of this architecture. Raises ValueError for those that no model here can have."""
     for name, why in REFUSED_IF_SET.items():
         if raw.get(name) is not None:

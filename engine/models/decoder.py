@@ -348,9 +348,9 @@ class DecoderModel(nn.Module):
         residual_TE = self.embed_tokens(input_ids_T)
         cos_sin = self.rotary.table()
         if self._takes_few_rows(residual_TE, wanted):
-            for index, layer in enumerate(self._layers()):
+            for index, each in enumerate(self._layers()):
                 self._tap(index, None, residual_TE)
-                layer.forward_few_rows(residual_TE, positions_T, cos_sin)
+                each.forward_few_rows(residual_TE, positions_T, cos_sin)
             few: torch.Tensor = self.norm(residual_TE)
             return few
         x_TE = None
