@@ -12,8 +12,8 @@ LEARNED = 1 / 8  # the share of what is known of a sequence that one more draft 
 FORGOTTEN = 1 / 64
 # Where no step has been measured: rows up to so many cost nothing, and a draft must be right so often. Guesses.
 FREE_ROWS, LEAST_CHANCE = 64, 0.2
-# By so much drafts must promise to be faster, since what is expected of them is learned while they are had; a guess from
-# docs/measurements.md#tokens-guessed-ahead, where 64 streams with drafts that promised to pay were up to 7 % slower.
+# By so much drafts must promise to be faster, since what is expected of them is learned while they are had. A guess: 64
+# streams whose drafts promised to pay were up to 7 % slower by them (docs/measurements.md#an-eagle-head).
 LEAST_GAIN = 1.05
 
 # The weight of the newest turn in what is known of how long they take, and the share of the way back to what was
