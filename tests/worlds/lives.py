@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from tandem.engine.blocks.window import BlockWindow
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.kv_connector.protocol.outcomes import RECOMPUTING
@@ -39,7 +40,7 @@ UNORDERED = frozenset(
 )  # fmt: skip
 ARMED = frozenset({"resend_at"})  # of a clock it matters whether it runs, not until when
 _CONSTANT_MODULES = ("tandem.engine.contracts.config", "tandem.engine.contracts.security", "tests.worlds.setting")
-_CONSTANT_KINDS = (msgspec.Struct, types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
+_CONSTANT_KINDS = (msgspec.Struct, BlockWindow, types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
 _SEQUENCES = frozenset({list, deque})
 _SETS = frozenset({set, frozenset})

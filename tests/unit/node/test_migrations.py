@@ -35,7 +35,7 @@ class HandSource:
     def knows(self, key: object) -> bool:
         return False
 
-    def follow(self, key: object, peer: object, most_tokens: int, deadline: float, now: float) -> None:
+    def follow(self, key: object, peer: object, most_tokens: int, deadline: float, now: float, first_kept: int) -> None:
         self.most_tokens, self.flushed = most_tokens, True
 
     def is_pushing(self, key: object) -> bool:

@@ -127,7 +127,7 @@ def fused_products_by_twins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls = []
 
     def called(owner: ModuleType, name: str, twin: Callable[..., Any]) -> None:
-        monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), twin(*args))[1])
+        monkeypatch.setattr(owner, name, lambda *args, **named: (calls.append(name), twin(*args, **named))[1])
 
     def add_mixture(residual: torch.Tensor, norm: tuple[torch.Tensor, float], *experts: Any) -> None:
         normed = twins.normed(residual, *norm).to(residual)
@@ -135,9 +135,12 @@ def fused_products_by_twins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(few_rows, "serves", lambda x, products: bool(products))
     monkeypatch.setattr(mixture_layer, "takes_few", lambda *sizes: True)
-    called(
-        few_rows, "norm_linear", lambda x, gain, eps, weight, bias=None: twins.norm_linear(x, gain, eps, weight).to(x)
-    )
+
+    def norm_linear(x: torch.Tensor, *rest: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        gain, eps, weight = rest[:3]
+        return twins.norm_linear(x, gain, eps, weight).to(dtype or x.dtype)
+
+    called(few_rows, "norm_linear", norm_linear)
     called(
         few_rows,
         "norm_linear_silu_mul",

@@ -60,13 +60,20 @@ def test_the_death_of_either_half_is_survived(folder: Path, nodes: Nodes, dies: 
 
 
 def test_samples_of_a_lost_node_continue_one_by_one(folder: Path, nodes: Nodes) -> None:
-    first, second = nodes.start(step_s=0.005, die_after_tokens=13), nodes.start(draining=True)
+    first = nodes.start(step_s=0.005, die_after_tokens=13, hold_tokens=True)
+    second = nodes.start(draining=True)
     with RouterInThread(folder, addresses(first, second)) as router:
         router.wait_ready()
-        wait_until(lambda: len(router.worker.service.cluster.serving()) == 2, "the node that takes nothing yet")
-        second.draining = False
+        cluster = router.worker.service.cluster
+        wait_until(lambda: len(cluster.serving()) == 2, "the node that takes nothing yet")
         body = {"prompt": PROMPT, "n": 3, "max_tokens": 12, "return_token_ids": True}
-        answer = router.client.post("/v1/completions", json=body).json()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(router.client.post, "/v1/completions", json=body)
+            wait_until(lambda: first.submits, "the request on the node that will be lost")
+            second.draining = False
+            wait_until(lambda: not any(view.draining for view in cluster.serving()), "the other to take requests")
+            first.hold_tokens = False
+            answer = asked.result(PATIENCE_S).json()
         assert [choice["token_ids"] for choice in answer["choices"]] == [output(12, sample=i) for i in range(3)]
         assert sorted(s.request_id.rsplit("-", 1)[1] for s in second.submits) == ["s0", "s1", "s2"]
         assert answer["usage"]["completion_tokens"] == 36
@@ -153,7 +160,10 @@ def test_a_node_that_never_accepts_is_given_up(folder: Path, nodes: Nodes) -> No
     deaf, other = nodes.start(deaf_to_submit=True), nodes.start(draining=True)
     with RouterInThread(folder, addresses(deaf, other), timeouts=replace(FAST, connect_s=1.0)) as router:
         router.wait_ready()
-        other.draining = False
-        assert stream_events(router.client, max_tokens=5) == (output(5), None)
+        with ThreadPoolExecutor(1) as pool:
+            result = pool.submit(stream_events, router.client, max_tokens=5)
+            wait_until(lambda: deaf.submits, "the request on the deaf node")
+            other.draining = False
+            assert result.result(PATIENCE_S) == (output(5), None)
         router.wait_idle()
         assert deaf.cancels
