@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -77,8 +78,12 @@ def _tell(rows: int, product: Product, times: Times) -> None:
 
 
 def _read(path: Path, key: TableKey) -> Table:
-    """What the file holds already. Raises ConfigError unless it is of such a device, or isn't there."""
+    """What the file holds already. Raises ConfigError unless it is of such a device, or can be made: before minutes of
+    measuring."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
         text = path.read_text(encoding="utf-8")
         if device_of(text) != key[:2]:
             raise ConfigError(f"--tune-into {path}: it is a table for {device_of(text)[0]}; choose another file")

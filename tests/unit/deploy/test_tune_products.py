@@ -52,3 +52,19 @@ def test_a_file_of_another_device_is_not_added_to(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ConfigError, match="choose another file"):
         _read(path, key)
+
+
+def test_a_file_that_cant_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    key = TableKey("NVIDIA H100", 132, "2", "3", "k")
+    assert _read(tmp_path / "new" / "folder" / "table.json", key) == {}
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="choose another file"):
+        _read(tmp_path / "file" / "table.json", key)
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+def test_shipped_plans_can_run(device: str) -> None:
+    table, _ = stored.shipped_tables(device, 132)
+    assert table.keys() >= {product[:2] for ranks in (1, 2) for product in products_of(LLAMA_8B, Shard(0, ranks))}
+    for (outputs, inputs), steps in table.items():
+        assert all(plan is None or plan.is_valid(rows, outputs, inputs) for rows, plan in steps)
