@@ -3,7 +3,8 @@ when the mix changes.
 
     python benchmarks/simulated_mix.py
 
-Prints, for each rate and division, the share of chats and of long prompts that keep their targets, and percentiles;
+Prints, for each rate and division, the share of chats and of long prompts that keep their targets, percentiles, and
+those of the gaps between tokens on all nodes, hand-overs aside;
 then, by the time that is promised a token, who of all keeps targets where nodes do all work and in each fixed division.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -24,7 +26,8 @@ from tandem.engine.contracts.wire.parts import Targets
 
 CHAT, LONG = (256, 256), (8192, 32)  # prompt tokens, output tokens
 TARGETS = Targets(ttft_s=0.3, tpot_s=0.007)
-NODES = partial(ClusterShape, gpu_tokens=850_000, host_tokens=524_288)
+# One node a prompt, as routers have it by default.
+NODES = partial(ClusterShape, gpu_tokens=850_000, host_tokens=524_288, most_nodes=1)
 
 
 def requests(rate: float, seconds: float, long_share: float, begin: float = 0.0, seed: int = 1) -> list[TraceRequest]:
@@ -54,17 +57,22 @@ def is_good(job: Job, targets: Targets = TARGETS) -> bool:
     return job.first_token_at - job.arrived_at <= targets.ttft_s and tpot_s <= targets.tpot_s
 
 
-def jobs_of(shape: ClusterShape, policy: PlacementName, rate: float, seconds: float, num_seeds: int) -> list[Job]:
-    """The jobs of some runs that differ by their seeds."""
-    found = []
+def jobs_of(
+    shape: ClusterShape, policy: PlacementName, rate: float, seconds: float, num_seeds: int
+) -> tuple[list[Job], Counter[float]]:
+    """The jobs of some runs that differ by their seeds, and how often streams waited so many seconds for a token."""
+    found: list[Job] = []
+    gaps: Counter[float] = Counter()
     for seed in range(1, num_seeds + 1):
         simulation = Simulation(shape, policy)
         simulation.run(requests(rate, seconds, 0.2, seed=seed))
         found += simulation.jobs
-    return found
+        for node in simulation.nodes:
+            gaps.update(node.gaps)
+    return found, gaps
 
 
-def row(name: str, rate: float, all_jobs: Sequence[Job]) -> list[str]:
+def row(name: str, rate: float, all_jobs: Sequence[Job], gaps: Counter[float]) -> list[str]:
     found = [f"{rate:g}/s", name]
     for shape in (CHAT, LONG):
         jobs = [job for job in all_jobs if job.num_prompt_tokens == shape[0]]
@@ -72,7 +80,18 @@ def row(name: str, rate: float, all_jobs: Sequence[Job]) -> list[str]:
         tpot_ms = sorted(1e3 * (job.finished_at - job.first_token_at) / (shape[1] - 1) for job in jobs)
         good = sum(map(is_good, jobs)) / len(jobs)
         found += [f"{100 * good:.1f}", _percentiles(ttft_ms), _percentiles(tpot_ms)]
-    return found
+    gaps_ms = [(1e3 * seconds, gaps[seconds]) for seconds in sorted(gaps)]
+    return [*found, " / ".join(f"{_percentile(gaps_ms, q):.1f}" for q in (0.5, 0.99, 0.999))]
+
+
+def _percentile(counted: Sequence[tuple[float, int]], q: float) -> float:
+    """The q-quantile of values with how often each occurs, in order."""
+    left = q * sum(count for _, count in counted)
+    for value, count in counted:
+        left -= count
+        if left <= 0:
+            return value
+    return counted[-1][0]
 
 
 def _percentiles(values: Sequence[float]) -> str:
@@ -98,7 +117,7 @@ def row_by_target(tpot_ms: float, num_nodes: int, rate: float, seconds: float, n
         shapes[split, "prefix_aware"] = f"{num_prefill}+{num_nodes - num_prefill}"
     found = [f"{tpot_ms:g} ms", f"{num_nodes}"]
     for (shape, policy), name in shapes.items():
-        jobs = jobs_of(shape, policy, rate, seconds, num_seeds)
+        jobs, _ = jobs_of(shape, policy, rate, seconds, num_seeds)
         good = sum(is_good(job, targets) for job in jobs) / len(jobs)
         found.append(f"{name} {100 * good:.1f}")
     return found
@@ -112,9 +131,9 @@ def main() -> None:
     rows = []
     for rate in (16.0, 8.0):
         for name, shape, policy in divisions():
-            rows.append(row(name, rate, jobs_of(shape, policy, rate, options.seconds, options.seeds)))
+            rows.append(row(name, rate, *jobs_of(shape, policy, rate, options.seconds, options.seeds)))
     header = ["rate", "nodes", "chat good %", "TTFT ms p50 / p99", "TPOT ms p50 / p99", "long good %",
-              "TTFT ms p50 / p99", "TPOT ms p50 / p99"]  # fmt: skip
+              "TTFT ms p50 / p99", "TPOT ms p50 / p99", "gaps ms p50 / p99 / p99.9"]  # fmt: skip
     print(table(header, rows))
     for num_nodes in (2, 4):
         for tpot_ms in (7, 9.4, 12, 16, 25):

@@ -195,6 +195,12 @@ class Request:
         return self.num_tokens + self.num_in_flight
 
     @property
+    def is_only_computed(self) -> bool:
+        """Whether nothing else happens with its prompt: nothing is pushed, encoded, or told of its tokens."""
+        asked = self.prompt
+        return asked.mode != "prefill" and not asked.media and asked.sampling.num_prompt_logprobs is None
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         """Launched tokens whose KV no launched step writes."""
         return self.num_launched_tokens - self.num_computed_tokens

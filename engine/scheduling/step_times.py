@@ -3,7 +3,8 @@
 
 A step with a chunk of a prompt is launched layer by layer, which takes the host longer than the device takes for few
 tokens. So prompts don't get what streams spare in each step: streams gather slack over steps of decodes alone, and a
-chunk that is worth its launch spends it at once.
+chunk that is worth its launch spends it at once. Where all prompts are short, their parts are rows of the graph that
+runs the decodes: then each step has as many as leave it within the time a token, and no gap is longer for them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ MOST_CHANGE = 0.25  # most that one step counts: beyond it something else than t
 LEAST_PROMPT_TOKENS, LEAST_FREE_TOKENS = 32, 8  # docs/measurements.md#the-gap-of-a-hand-off; 8 is a guess
 # A chunk of so many tokens takes the device as long as its launch takes the host.
 WORTHWHILE_TOKENS = 1024  # docs/measurements.md#deadlines-on-a-trace
+# Parts of prompts of at most so many tokens are rows of that graph, wherever they lie in their prompt.
+SHORT_TOKENS = 512  # docs/measurements.md#steps-of-few-rows
 # Where nothing is promised: the prompt tokens that a step may have beside decodes, and how long it may take for more of
 # them. An 8B model in bf16 takes about as long for as many; docs/measurements.md#steps-of-few-rows.
 PLAIN_TOKENS, PLAIN_S = 2048, 0.050
@@ -93,6 +96,16 @@ class StepTimes:
         return self._tokens[index - 1] + round(share * (self._tokens[index] - self._tokens[index - 1]))
 
 
+def _tightest_tpot_s(streams: Iterable[Request]) -> float:
+    """What is aimed at of the least time a token that is promised to these; infinity: nothing is promised."""
+    return min((AIMED_AT * r.targets.tpot_s for r in streams if r.targets.tpot_s), default=math.inf)
+
+
+def _is_rows(prompt: Request) -> bool:
+    """Whether any part of what is left of it can be rows of the graph that runs the decodes."""
+    return prompt.is_only_computed and prompt.num_launched_tokens <= SHORT_TOKENS
+
+
 class PromptBudget:
     """Counts what streams can spare. Streams are the requests that decode in the step that is planned."""
 
@@ -108,31 +121,40 @@ class PromptBudget:
         """Notes that the step that is planned has prompt work."""
         self._had_at = self._clock.now()
 
-    def beside(self, streams: Collection[Request], prompts: Iterable[Request] = ()) -> int:
+    def beside(self, streams: Collection[Request], prompts: Collection[Request] = ()) -> int:
         """The most prompt tokens of a step with these streams. `prompts`: those that are left to compute; none: very
         many."""
         gap_s = min((r.targets.itl_max_s for r in streams if r.targets.itl_max_s), default=math.inf)
-        slack_s = self._slack_s(streams)
-        if slack_s < math.inf:
-            return self._of_slack(len(streams), self._worthwhile(prompts), slack_s, gap_s)
-        return self._unpromised() if gap_s == math.inf else self._within(gap_s, len(streams))
+        tpot_s = _tightest_tpot_s(streams)
+        if tpot_s == math.inf:
+            return self._unpromised() if gap_s == math.inf else self._within(gap_s, len(streams))
+        num_rows = self._num_rows_within(min(gap_s, tpot_s), len(streams))
+        if num_rows and prompts and all(map(_is_rows, prompts)):
+            return min(self._most_beside, num_rows)
+        return self._of_slack(len(streams), self._worthwhile(prompts), self._slack_s(streams), gap_s)
 
     def s_per_token(self, streams: Collection[Request]) -> float:
         """Seconds that a token of the next prompt would take beside these streams; 0.0: not known."""
         if not streams:
             return self._seconds(0, self._most) / self._most
-        tpot_s = min((r.targets.tpot_s for r in streams if r.targets.tpot_s), default=math.inf)
+        tpot_s = _tightest_tpot_s(streams)
         if tpot_s == math.inf:
             budget = self.beside(streams)
             return self._seconds(len(streams), budget) / budget
+        num_rows = self._num_rows_within(tpot_s, len(streams))
+        as_rows_s = self._seconds(len(streams), num_rows) / num_rows if num_rows else math.inf
+        return min(as_rows_s, self._gathered_s_per_token(streams, tpot_s))
+
+    def _gathered_s_per_token(self, streams: Collection[Request], tpot_s: float) -> float:
+        """The same where streams gather slack for a chunk that is worth its launch."""
         num_tokens = self._worthwhile(())
         chunk_s, step_s = self._seconds(len(streams), num_tokens), self._seconds(len(streams), 0)
         gathered_s = step_s * max(0.0, chunk_s - tpot_s) / (tpot_s - step_s) if tpot_s > step_s else math.inf
         return max(chunk_s, min(chunk_s + gathered_s, PATIENCE * chunk_s)) / num_tokens
 
     def _slack_s(self, streams: Collection[Request]) -> float:
-        """How long the next step may take so that no stream's token is later than due; infinity: nothing is promised.
-        A stream that is late counts as one that has its next token in time: what is lost is lost."""
+        """How long the next step may take so that no stream's token is later than due. A stream that is late counts as
+        one that has its next token in time: what is lost is lost."""
         begins_at, most = self._clock.busy_until(), math.inf
         for request in streams:
             tpot_s = AIMED_AT * request.targets.tpot_s
@@ -140,6 +162,13 @@ class PromptBudget:
                 ahead_s = request.next_token_due(tpot_s, begins_at) - begins_at
                 most = min(most, max(tpot_s, USED_SLACK * ahead_s))
         return most
+
+    def _num_rows_within(self, seconds: float, num_streams: int) -> int:
+        """How many rows for prompts the graph has whose step takes `seconds`; 0: too few, or that is time enough for a
+        launch, or no step was measured."""
+        room = self._room(seconds, num_streams) if self._times.are_measured else 0
+        num_rows = min(SHORT_TOKENS - num_streams, room)
+        return num_rows if self._least <= num_rows and room < WORTHWHILE_TOKENS else 0
 
     def _of_slack(self, num_streams: int, num_wanted: int, slack_s: float, gap_s: float) -> int:
         chunk_s = min(gap_s, self._seconds(num_streams, num_wanted))

@@ -74,6 +74,14 @@ class Job:
         return self.num_left
 
     @property
+    def num_launched_tokens(self) -> int:
+        return self.num_prompt_tokens
+
+    @property
+    def is_only_computed(self) -> bool:
+        return not self.decode_on and not self.has_help
+
+    @property
     def has_help(self) -> bool:
         return self.num_nodes > 1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -83,7 +84,8 @@ class SimulatedNode:
         self._resuming: list[Job] = []  # handed over, without a slot
         self._steps = StepCount()
         self._num_jobs = 0
-        self._run = (0.0, 0.0, 0)  # of decode steps alone: began at, seconds of one, how many
+        self._run = (0.0, 0.0, 0)  # of decode steps alone: began at, seconds of one, how many; 0: a step with prompts
+        self.gaps: Counter[float] = Counter()  # seconds between two tokens of its streams, hand-overs aside
 
     # --- what a Status tells ----------------------------------------------------------------------------------
 
@@ -172,6 +174,7 @@ class SimulatedNode:
         if num_steps:
             self.busy_s += num_steps * step_s
             self._run = began, step_s, 0
+        self.gaps[step_s if num_steps else now - began] += max(1, num_steps) * len(self._decoding)
         self._steps.num += max(1, num_steps)
         self._context += max(1, num_steps) * len(self._decoding)
         if self._has_prompts is not None:
@@ -244,6 +247,7 @@ class SimulatedNode:
             self._run = now, step_s, num_steps
             self.next_at = now + num_steps * step_s if num_steps else math.inf
             return
+        self._run = now, 0.0, 0
         self._budget.had()
         self._clock.launched(self._steps.num + 1, rows + work.num_tokens, work.num_tokens)
         self.link.pushed_with(work, now)

@@ -131,6 +131,21 @@ def test_a_prompt_joins_between_two_decode_steps() -> None:
     run(node)
     assert late.first_token_at == pytest.approx(0.912 + 0.611)
     assert long.finished_at == pytest.approx(0.612 + 10 * 0.1 + 0.511)
+    gaps = sorted(node.gaps.elements())
+    assert gaps == pytest.approx([0.1] * 9 + [0.611]), "its tokens, one of which the prompt made late"
+
+
+def test_chats_that_come_to_a_node_make_no_gap_longer_than_the_time_a_token() -> None:
+    node = SimulatedNode("n", CostModel(), 100 * TRACE_BLOCK, 0, Targets(0.3, 0.007))
+    jobs = [job(TraceRequest(0.05 * each, 256, 60, (each,))) for each in range(8)]
+    for each in jobs:
+        while node.next_at < each.arrived_at:
+            node.advance()
+        node.submit(each, each.arrived_at)
+    run(node)
+    assert max(node.gaps.elements()) <= 0.007, "however far the first streams are ahead of their time by then"
+    assert max(node.gaps.elements()) > 0.006, "prompts have what is left of it"
+    assert all(each.first_token_at - each.arrived_at <= 0.3 for each in jobs)
 
 
 def test_hits_cost_nothing_and_host_hits_little() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from timed_device import Device
 
+from tandem.engine.contracts.rate import AIMED_AT
 from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
+from tandem.engine.scheduling import step_times
+from tandem.engine.scheduling.step_times import PromptBudget
 
 
 def crowd(device: Device, targets: Targets = NO_TARGETS) -> None:
@@ -33,13 +38,54 @@ def test_no_step_is_launched_for_few_tokens_again_and_again() -> None:
     assert len(device.harness.finished) > 10, "prompts get on"
 
 
-def test_a_stream_that_is_ahead_lets_a_long_chunk_pass() -> None:
+def test_a_stream_that_is_ahead_lets_a_long_chunk_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "SHORT_TOKENS", 61)  # prompts of 512 would be too long here
     device = Device(tpot_target_ms=30)
     device.harness.add("stream", [1, 2, 3], max_tokens=60)
     for _ in range(20):
         assert device.step() <= 3
     device.harness.add("p", range(62), max_tokens=1)
     assert device.step() > 60, "20 tokens at 5 ms each are half a second ahead of their time"
+
+
+def test_parts_of_short_prompts_make_no_gap_longer_than_the_time_a_token() -> None:
+    """Their parts are rows of the graph that runs the stream: no launch is worth waiting for slack."""
+    device = Device(tpot_target_ms=30)
+    device.harness.add("stream", [1, 2, 3], max_tokens=60)
+    for _ in range(20):
+        device.step()
+    for number in range(3):
+        device.harness.add(f"p{number}", range(number, number + 62), max_tokens=1)
+    for _ in range(12):
+        device.step()
+    assert device.largest_gap_s("stream") <= 0.030 * AIMED_AT + 1e-9, "whatever the stream has gathered"
+    assert device.largest_gap_s("stream") > 0.025, "prompts have all of a token's time"
+    assert all((f"p{number}", 0) in device.harness.finished for number in range(3))
+
+
+@pytest.mark.parametrize("asked", [{"mode": "prefill"}, {"num_prompt_logprobs": 1}])
+def test_a_stream_that_is_ahead_lets_pass_what_is_launched_anyway(asked: dict[str, Any]) -> None:
+    """What is pushed, or told of token by token, is launched layer by layer, however few tokens it has."""
+    device = Device(tpot_target_ms=30)
+    device.harness.add("stream", [1, 2, 3], max_tokens=60)
+    for _ in range(20):
+        device.step()
+    device.harness.add("p", range(62), max_tokens=1, **asked)
+    assert device.step() > 60
+
+
+def test_a_node_says_what_parts_of_short_prompts_take_beside_its_streams() -> None:
+    """Not what gathering for a launch would take, by rates of the very parts that show the streams' time."""
+    device = Device(tpot_target_ms=15)
+    budget = PromptBudget(device.state.options, 4, device.clock, device.state.step_times)
+    device.harness.add("stream", [1, 2, 3], max_tokens=60)
+    for number in range(20):
+        device.harness.add(f"p{number}", range(number, number + 40), max_tokens=1)
+        device.step()
+    (stream,) = [each for each in device.state.queues.running if each.key.request_id == "stream"]
+    num_rows = budget.beside([stream], device.state.queues.waiting)
+    assert num_rows == 9, "of 14.25 ms the step and the stream take 5"
+    assert budget.s_per_token([stream]) == pytest.approx(0.014 / num_rows)
 
 
 def test_no_gap_is_longer_than_promised() -> None:
