@@ -4,7 +4,7 @@
                                      [--tokens 256] [--max-model-len 2048] [--eager]
                                      [--draft-model FOLDER | --head FOLDER]
 
-With a draft model or an EAGLE-3 head its steps take their time; without one guesses are looked up, which takes next to
+With a draft model or a head its steps take their time; without one guesses are looked up, which takes next to
 none. Dummy weights say nothing that could be guessed, so acceptance is imposed: each draft counts as right with
 probability `--chance`, whatever the model draws. The work is that of real drafts; the text is nonsense. `right` is the
 share of drafts that counted, `guess ms` what guessing itself takes a step, `idle` how long the device waits for the
@@ -38,6 +38,7 @@ DEMO = str(Path(tandem.deploy.__file__).parent / "demo_model")
 NUM_PROMPT_TOKENS = 128
 LOOKUP = '{"method": "ngram", "num_speculative_tokens": 16, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
 DRAFT = '{"method": "draft_model", "model": "%s", "num_speculative_tokens": 16}'
+MTP = '{"method": "mtp", "num_speculative_tokens": 16}'
 HEAD = '{"method": "eagle3", "model": "%s", "num_speculative_tokens": 16}'
 
 
@@ -125,11 +126,14 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--draft-model", default="", help="a folder; loaded as the model is")
     parser.add_argument("--head", default="", help="the folder of an EAGLE-3 head; loaded as the model is")
+    parser.add_argument("--mtp", action="store_true", help="guess by the layer in the model's own checkpoint")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     args = parser.parse_args()
     config, clock = DRAFT % args.draft_model if args.draft_model else "", StepClock(time.monotonic)
     if args.head:
         config = HEAD % args.head
+    if args.mtp:
+        config = MTP
     engine = Engine(
         args.model, args.load_format, not args.eager, args.max_model_len, speculative_config=config, clock=clock
     )

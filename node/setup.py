@@ -123,7 +123,7 @@ def load(
     slides = msgspec.structs.replace(layout.group, window=_window_of(model))
     layout = msgspec.structs.replace(layout, groups=(slides,))
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
-    head = load_head(options, model, config, max_model_len, layout, identity)
+    head = load_head(options, model, folder, max_model_len, layout, identity)
     if head is not None:
         layout, identity = head.layout, head.identity
     if kept.dtype != dtype:

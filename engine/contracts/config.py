@@ -155,7 +155,8 @@ class SchedulerOptions:
         'guess tokens ahead, as {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
         '"prompt_lookup_min": 2}: by what followed the newest ones before; or {"method": "draft_model", "model": ..., '
         '"num_speculative_tokens": 4}: by a smaller model of the same vocabulary; or by an EAGLE-3 head of the model, '
-        'method "eagle3" (docs/speculation.md); empty: off',
+        'method "eagle3", or the layer that guesses in its own checkpoint, {"method": "mtp", '
+        '"num_speculative_tokens": 1} (docs/speculation.md); empty: off',
     ] = ""
     growth_headroom: Annotated[
         float, Meta(ge=0, lt=1), "decode nodes: share of the pool kept free for the growth of running requests"

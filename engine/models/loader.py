@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import CheckpointError
@@ -14,6 +15,7 @@ from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.models import quantised_layers
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.dummy_weights import fill_with_noise
+from tandem.engine.models.heads.mtp_config import mtp_prefix
 from tandem.engine.models.load_meter import LoadMeter
 from tandem.engine.models.mixture_layer import mixture_parts
 from tandem.engine.models.quantised_layers import part_rows
@@ -45,10 +47,15 @@ def load_model(
         quantised_layers.fill_with_noise(model, whole, dtype, device)
         model.finish_loading()
         return model.eval()
-    needed = {name: tuple(part.shape) for name, part in _targets(whole, config).items()}
-    # DeepSeek-V3's checkpoints hold layers behind the last that guess tokens (MTP): they aren't read.
-    unread = f"model.layers.{config.num_layers}." if config.latents is not None else None
-    stored = check_weights(folder, needed, config.tie_word_embeddings, quantised_layers.needed_of(whole), unread)
+    needed = {name: tuple(part.shape) for name, part in targets_of(whole, config).items()}
+    heads = mtp_prefix(config)  # read where they are asked for: engine/models/heads/mtp_loader.py
+    stored = check_weights(
+        folder,
+        needed,
+        config.tie_word_embeddings,
+        quantised_layers.needed_of(whole),
+        lambda name: heads is None or not name.startswith(heads),
+    )
     if config.tie_word_embeddings and "lm_head.weight" in stored:
         _check_tied(stored)
     model = DecoderModel(config, dtype, device, attention_backend, group, quantised_layers.scale_dtype(stored))
@@ -56,7 +63,7 @@ def load_model(
     cuts = {name: shard.cut(name, config) for name in targets}
     layers = quantised_layers.layers_of(model)
     with LoadMeter(len(targets) + len(layers), on_loaded) as progress:
-        for name, tensor in _tensors({name: stored[name] for name in targets}, cuts):
+        for name, tensor in read_tensors({name: stored[name] for name in targets}, cuts):
             if shard.holds(name):
                 targets[name].copy_(tensor)
             else:
@@ -85,7 +92,7 @@ def _fill_with_noise(model: DecoderModel, whole: DecoderModel) -> None:
             targets[part].copy_(tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start))
 
 
-def _tensors(
+def read_tensors(
     stored: Mapping[str, StoredTensor], cuts: Mapping[str, Cut | None] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor, or what `cuts` takes of it), file by file. Tensors are mapped from the file, not read."""
@@ -108,7 +115,7 @@ def _tensors(
 def _check_tied(stored: Mapping[str, StoredTensor]) -> None:
     """Raises CheckpointError when a tied checkpoint holds an output matrix that is no copy of the embedding."""
     names = ("model.embed_tokens.weight", "lm_head.weight")
-    embedding, head = dict(_tensors({name: stored[name] for name in names})).values()
+    embedding, head = dict(read_tensors({name: stored[name] for name in names})).values()
     if embedding.dtype != head.dtype or not torch.equal(embedding, head):
         raise CheckpointError(
             f"{stored[names[1]].path}: lm_head.weight differs from model.embed_tokens.weight, but config.json says "
@@ -116,7 +123,7 @@ def _check_tied(stored: Mapping[str, StoredTensor]) -> None:
         )
 
 
-def _targets(model: DecoderModel, config: ModelConfig) -> dict[str, torch.Tensor]:
+def targets_of(model: nn.Module, config: ModelConfig) -> dict[str, torch.Tensor]:
     """Checkpoint name -> the part of a parameter that it fills. `config`: what the model's layers are made for."""
     targets: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -126,7 +133,7 @@ def _targets(model: DecoderModel, config: ModelConfig) -> dict[str, torch.Tensor
 
 def _own_targets(model: DecoderModel) -> dict[str, torch.Tensor]:
     group = model.group
-    return _targets(model, model.config if group is None else group.shard.config(model.config))
+    return targets_of(model, model.config if group is None else group.shard.config(model.config))
 
 
 def _parts(name: str, parameter: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
 from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.models import dummy_weights
-from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.layers.basic import Linear
 from tandem.engine.models.mixture_layer import StackedExperts, expert_layers
 from tandem.engine.models.stored_layers import made_of, needed_tensors, weight_of
 from tandem.engine.models.weights import Needed, StoredTensor
+from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.experts.stacked import StackedWeight
 from tandem.kernels.products.quantised_weight import QuantisedWeight
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class HasLayers(Protocol):
+    """A model, or a head beside one, whose modules are called `layers.<number>.…`."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def group(self) -> TensorParallel | None: ...
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
 
 
 def part_rows(name: str, num_rows: int, config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -44,7 +58,7 @@ def part_rows(name: str, num_rows: int, config: ModelConfig) -> dict[str, tuple[
     return {full: (0, num_rows)}
 
 
-def layers_of(model: DecoderModel) -> dict[str, QuantisedWeight]:
+def layers_of(model: HasLayers) -> dict[str, QuantisedWeight]:
     """Name of a quantised layer in the checkpoint -> what of this rank's weights it fills, a view."""
     config = model.config if model.group is None else model.group.shard.config(model.config)
     found = {}
@@ -58,7 +72,7 @@ def layers_of(model: DecoderModel) -> dict[str, QuantisedWeight]:
     return found
 
 
-def needed_of(whole: DecoderModel) -> dict[str, Needed]:
+def needed_of(whole: HasLayers) -> dict[str, Needed]:
     """Name -> what a checkpoint must hold for the quantised layers of a model that is not shared out."""
     how = whole.config.quantisation
     if how is None:
@@ -77,7 +91,7 @@ def scale_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
 
 
 def fill(
-    model: DecoderModel, stored: Mapping[str, StoredTensor], device: torch.device, on_filled: Callable[[], None]
+    model: HasLayers, stored: Mapping[str, StoredTensor], device: torch.device, on_filled: Callable[[], None]
 ) -> None:
     """Fills this rank's quantised layers. Each is read whole and made on the device, then cut, so that all ranks have
     the numbers that a single one has. Raises CheckpointError."""
@@ -101,7 +115,7 @@ def fill(
             on_filled()
 
 
-def fill_with_noise(model: DecoderModel, whole: DecoderModel, dtype: torch.dtype, device: torch.device) -> None:
+def fill_with_noise(model: HasLayers, whole: HasLayers, dtype: torch.dtype, device: torch.device) -> None:
     """Fills this rank's quantised layers with those made of what a model of 16 bits would be filled with."""
     how, config = model.config.quantisation, model.config
     if how is None:
@@ -128,7 +142,7 @@ def _expert_layers(name: str, weight: StackedWeight, config: ModelConfig) -> dic
     return expert_layers(name, weight.shape[1], config.mixture.own, config.architecture)
 
 
-def _quantised(model: DecoderModel) -> Iterator[tuple[str, QuantisedWeight | StackedWeight]]:
+def _quantised(model: HasLayers) -> Iterator[tuple[str, QuantisedWeight | StackedWeight]]:
     """Linear layers by their names, matrices of experts by those of the parameters that they stand for."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.quantised is not None:

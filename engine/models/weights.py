@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,21 +105,19 @@ def check_weights(
     needed: Mapping[str, tuple[int, ...]],
     tied: bool,
     quantised: Mapping[str, Needed] | None = None,
-    unread: str | None = None,
+    reads: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, StoredTensor]:
     """The folder's tensors, once they are exactly those of `needed` (name -> shape) and `quantised`.
 
-    Left out: rotary frequency buffers of old checkpoints, of quantised layers what isn't read, and all whose names
-    begin as `unread`.
+    Left out: rotary frequency buffers of old checkpoints, of quantised layers what isn't read, and whatever `reads`
+    denies by its name.
     Kept although not needed: a `tied` model's lm_head.weight, which the loader compares with the embedding.
     Raises CheckpointError that names the first wrong tensor.
     """
     quantised = quantised or {}
     layers = {name.rpartition(".")[0] for name in quantised}
     stored = {
-        name: one
-        for name, one in stored_tensors(folder).items()
-        if not (_is_passed_over(name, layers) or (unread is not None and name.startswith(unread)))
+        name: one for name, one in stored_tensors(folder).items() if reads(name) and not _is_passed_over(name, layers)
     }
     plain = {**needed, "lm_head.weight": needed["model.embed_tokens.weight"]} if tied else dict(needed)
     wanted = {name: Needed((shape,), PLAIN_DTYPES) for name, shape in plain.items()} | dict(quantised)

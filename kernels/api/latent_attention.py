@@ -86,6 +86,22 @@ def latent_attention(new: NewLatents, weight_OL: torch.Tensor, layer_name: str) 
     return output_THV
 
 
+def latent_store(new: NewLatents, layer_name: str) -> None:
+    """Stores the rows of all T tokens, and nobody attends; queries may have no heads. Hooks run."""
+    context = get_forward_context()
+    layer, metadata = context.layer(layer_name), context.metadata_of(layer_name)
+    cache = layer.kv_cache[context.virtual_engine]
+    if context.hooks is not None:
+        context.hooks.wait_for_kv_layer(layer_name)
+    if new.is_fused and cache.numel():
+        store_and_rotate(new, cache[:, 0, 0], metadata.slot_mapping)
+    elif cache.numel():
+        _, row_TR = new.finished()
+        layer.store(row_TR[:, None], row_TR[:, None], cache, metadata)
+    if context.hooks is not None:
+        context.hooks.save_kv_layer(layer_name, cache, metadata)
+
+
 def _attend(
     layer: Attention,
     cache: torch.Tensor,

@@ -98,8 +98,9 @@ def _decode_latents(
     if key not in rows.scratch:
         rows.scratch[key] = plan_latents(rows.seq_lens, constants)
     return latent_decode(
-        query, kv.key_cache, rows.block_tables, rows.seq_lens, spec.scale, constants, rows.scratch[key]
-    )
+        query, kv.key_cache, rows.block_tables, rows.seq_lens, spec.scale, constants, rows.scratch[key],
+        first=int(spec.hides_first),
+    )  # fmt: skip
 
 
 def version_of(constants: dict[str, int], max_seq_len: int, num_rows: int, num_heads: int) -> str:

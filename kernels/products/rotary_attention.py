@@ -106,7 +106,13 @@ def rotary_attention_of_wanted(
     return output.reshape(-1, heads * size)
 
 
-def rotary_store(kv_TC: torch.Tensor, position_T: torch.Tensor, cos_sin_PD: torch.Tensor, layer_name: str) -> None:
+def rotary_store(
+    kv_TC: torch.Tensor,
+    position_T: torch.Tensor,
+    cos_sin_PD: torch.Tensor,
+    layer_name: str,
+    norms: HeadNorms | None = None,
+) -> None:
     """Stores the keys and values of all T tokens, and nobody attends. `kv_TC` [T, 2K * D] is overwritten. Hooks run."""
     context = get_forward_context()
     layer, metadata = context.layer(layer_name), context.metadata_of(layer_name)
@@ -114,9 +120,9 @@ def rotary_store(kv_TC: torch.Tensor, position_T: torch.Tensor, cos_sin_PD: torc
     if context.hooks is not None:
         context.hooks.wait_for_kv_layer(layer_name)
     if _stores_here(layer, kv_TC):
-        rope_and_store(kv_TC, position_T, cos_sin_PD, 0, kv_heads, None, _slots_of(layer, layer_name))
+        rope_and_store(kv_TC, position_T, cos_sin_PD, 0, kv_heads, norms, _slots_of(layer, layer_name))
     else:
-        _, key, value = rotate_heads(kv_TC, position_T, cos_sin_PD, 0, kv_heads, None)
+        _, key, value = rotate_heads(kv_TC, position_T, cos_sin_PD, 0, kv_heads, norms)
         layer.store(key, value, cache, metadata)
     if context.hooks is not None:
         context.hooks.save_kv_layer(layer_name, cache, metadata)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
@@ -13,11 +14,13 @@ from tandem.engine.contracts.config import NodeOptions, SchedulerOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.kv_layout import KVLayout, ModelIdentity
 from tandem.engine.contracts.model_folder import resolve_model
-from tandem.engine.contracts.model_shape import ModelShape
 from tandem.engine.models.decoder import DecoderModel
-from tandem.engine.models.heads.config import EagleConfig, load_eagle_config
 from tandem.engine.models.heads.eagle3 import EagleHead
-from tandem.engine.models.heads.loader import fill_head
+from tandem.engine.models.heads.eagle3_config import load_eagle_config
+from tandem.engine.models.heads.eagle3_loader import fill_head
+from tandem.engine.models.heads.mtp_config import load_mtp_config
+from tandem.engine.models.heads.mtp_loader import load_mtp_head
+from tandem.engine.models.heads.taps import GuessHead
 from tandem.engine.models.identity import identity_with_head
 from tandem.engine.running.decode_graphs import graph_sizes
 from tandem.engine.running.heads.guess_steps import HeadSteps
@@ -25,7 +28,7 @@ from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.runner_needs import Model
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.speculation.head_tokens import HeadRow, HeadTokens
-from tandem.engine.scheduling.speculation.options import EagleOptions, read_speculative_config
+from tandem.engine.scheduling.speculation.options import EagleOptions, MtpOptions, read_speculative_config
 
 DRIVER_BYTES_PER_GRAPH = 2 << 20  # of some 20 kernels; a guess
 MEASURED_ROWS = (1, 4, 8, 16, 32, 64, 128, 256)  # a guess
@@ -36,36 +39,49 @@ REPEATS = 5  # a guess; the shortest counts, since only serving makes what is kn
 class LoadedHead:
     """A head that its model has taken. What it keeps lies in the pool's own blocks."""
 
-    head: EagleHead
+    head: GuessHead
     layout: KVLayout  # of the pool, with its layer
     identity: ModelIdentity  # of the model and it
     twin_bytes: int = 0
 
     def graph_bytes(self, options: SchedulerOptions, device: torch.device) -> int:
         """Device memory that its graphs and buffers will hold."""
-        config, rows = self.head.config, options.max_num_seqs
-        row_bytes = self.head.dtype.itemsize * (config.layer.vocab_size + 16 * config.layer.hidden_size)
+        head, rows = self.head, options.max_num_seqs
+        row_bytes = head.dtype.itemsize * (head.vocab_size + 16 * head.hidden_size)
         return 2 * len(graph_sizes(rows)) * DRIVER_BYTES_PER_GRAPH + 2 * rows * row_bytes
 
 
 def load_head(
     options: NodeOptions,
     model: Model,
-    served: ModelShape,
+    folder: Path,
     max_model_len: int,
     layout: KVLayout,
     identity: ModelIdentity,
 ) -> LoadedHead | None:
-    """None: the node needs none. Prefill nodes need it as decode nodes do: its keys are handed over with the model's.
-    Raises ConfigError where the head isn't one for the served model, or that model can't have one."""
+    """None: the node needs none. Prefill nodes need it as decode nodes do: its keys are handed over with the model's,
+    which lies in `folder`. Raises ConfigError where the head isn't one for the served model, or that model can't have
+    one."""
     asked = read_speculative_config(options.scheduler.speculative_config)
-    if not isinstance(asked, EagleOptions):
+    if not isinstance(asked, EagleOptions | MtpOptions):
         return None
-    _check_served(options, model, served, layout)
-    assert isinstance(model, DecoderModel)
-    folder = resolve_model(asked.model, asked.revision)
-    config: EagleConfig = load_eagle_config(folder, served)
-    embedding = model.embed_tokens.weight
+    served = _checked(options, model, layout, "mtp" if isinstance(asked, MtpOptions) else "eagle3")
+    if isinstance(asked, MtpOptions):
+        head, config = _mtp(asked, options, served, folder)
+    else:
+        folder = resolve_model(asked.model, asked.revision)
+        head, config = _eagle(asked, options, served, folder, max_model_len)
+    served.take_guess_head(head)
+    group = msgspec.structs.replace(layout.group, num_layers=layout.group.num_layers + 1)
+    own_identity = identity_with_head(identity, folder, config, options.model.load_format)
+    return LoadedHead(head, msgspec.structs.replace(layout, groups=(group,)), own_identity)
+
+
+def _eagle(
+    asked: EagleOptions, options: NodeOptions, model: DecoderModel, folder: Path, max_model_len: int
+) -> tuple[GuessHead, msgspec.Struct]:
+    """The head, and what identifies it beside its weights."""
+    config, embedding = load_eagle_config(folder, model.config), model.embed_tokens.weight
     head = EagleHead(
         config,
         embedding,
@@ -75,30 +91,41 @@ def load_head(
         embedding.device,
         options.attention_backend,
     )
-    fill_head(head, folder, options.model.load_format)
-    model.take_guess_head(head)
-    group = msgspec.structs.replace(layout.group, num_layers=layout.group.num_layers + 1)
-    own_identity = identity_with_head(identity, folder, config, options.model.load_format)
-    return LoadedHead(head, msgspec.structs.replace(layout, groups=(group,)), own_identity)
+    return fill_head(head, folder, options.model.load_format), config
 
 
-def _check_served(options: NodeOptions, model: Model, served: ModelShape, layout: KVLayout) -> None:
+def _mtp(
+    asked: MtpOptions, options: NodeOptions, model: DecoderModel, folder: Path
+) -> tuple[GuessHead, msgspec.Struct]:
+    """The same of the layer in the model's own folder."""
+    config, load_format = load_mtp_config(folder, model.config), options.model.load_format
+    head = load_mtp_head(folder, config, model, asked.num_speculative_tokens, load_format, options.attention_backend)
+    return head, config
+
+
+def _checked(options: NodeOptions, model: Model, layout: KVLayout, method: str) -> DecoderModel:
+    """The model. Raises ConfigError unless a head can be beside it."""
     refused = (
-        (options.tensor_parallel_size > 1, "eagle3 runs on one GPU a node: leave --tensor-parallel-size out"),
-        (
-            not isinstance(model, DecoderModel),
-            f"eagle3 needs hidden states of {served.architecture} that its modules don't give: choose another method",
-        ),
+        (options.tensor_parallel_size > 1, f"{method} runs on one GPU a node: leave --tensor-parallel-size out"),
         (
             layout.group.dtype.startswith("float8"),
-            "eagle3 keeps its keys beside the model's, in 16 bits or more: leave --kv-cache-dtype out",
+            f"{method} keeps its keys beside the model's, in 16 bits or more: leave --kv-cache-dtype out",
         ),
-        (layout.group.kind == "latent", "eagle3 keeps keys and values, this model latents: choose another method"),
-        (options.compile, "eagle3 doesn't go with --compile: leave one out"),
+        (
+            layout.group.kind == "latent" and method == "eagle3",
+            "eagle3 keeps keys and values, this model latents: choose another method",
+        ),
+        (options.compile, f"{method} doesn't go with --compile: leave one out"),
     )
     for fails, why in refused:
         if fails:
             raise ConfigError(f"--speculative-config: {why}")
+    if not isinstance(model, DecoderModel):
+        raise ConfigError(
+            f"--speculative-config: {method} needs hidden states of this model that transformers' modules don't give: "
+            "choose another method"
+        )
+    return model
 
 
 class HeadEngine:

@@ -144,7 +144,9 @@ def test_a_head_that_does_not_fit_is_refused_by_name(changes: dict[str, object],
         ({"compile": True}, "--compile"),
         ({"tensor_parallel_size": 2}, "leave --tensor-parallel-size out"),
         pytest.param(
-            {"model": ModelOptions(str(DEMO), model_impl="transformers")}, "hidden states of", marks=pytest.mark.slow
+            {"model": ModelOptions(str(DEMO), model_impl="transformers")},
+            "hidden states of this model",
+            marks=pytest.mark.slow,
         ),
     ],
 )

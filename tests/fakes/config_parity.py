@@ -15,7 +15,7 @@ from model_logits import CPU, logits_in_chunks
 from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.contracts.model_config import ModelConfig, load_model_config
 from tandem.engine.models.decoder import DecoderModel
-from tandem.engine.models.loader import _targets
+from tandem.engine.models.loader import targets_of
 from tandem.engine.models.mixture_layer import mixture_parts
 
 LENGTH = 48  # tokens of the prompt: longer than the windows and trained lengths that the cases name
@@ -124,7 +124,7 @@ def judge(raw: Mapping[str, Any], folder: Path) -> Verdict:
     except Exception as error:  # whatever it raises: it does not compute this file
         return Verdict(error=f"{type(error).__name__}: {error}")
     ours = DecoderModel(config, torch.float32, CPU)
-    targets, weights = _targets(ours, config), _as_stored(theirs, config)
+    targets, weights = targets_of(ours, config), _as_stored(theirs, config)
     if {name: part.shape for name, part in targets.items()} != {name: one.shape for name, one in weights.items()}:
         return Verdict(error="transformers' model has other parameters")
     for name, target in targets.items():

@@ -102,7 +102,7 @@ NOT_RUN = {
     ("docs/kernels.md", "TOOL=racecheck tests/gpu/sanitize.sh"): "it needs a GPU; its path is looked up",
     ("docs/quantised_weights.md", "tandem serve MODEL-FP8"): "a checkpoint of somebody's; the page names its tests",
     ("docs/speculation.md", 'tandem serve MODEL --speculative-config \'{"method": "draft_model"'): "it needs a draft",
-    ("docs/eagle_heads.md", 'tandem serve MODEL --speculative-config \'{"method": "eagle3"'): "it needs a head",
+    ("docs/heads.md", "tandem serve MODEL --speculative-config"): "it needs a head",
     ("docs/scaling.md", "tandem serve MODEL --ray"): "tests/cluster/test_ray.py",
     ("docs/scaling.md", "kubectl"): "it needs a Kubernetes",
     ("docs/scaling.md", "tandem scale"): "tests/unit/deploy/scale/test_kubernetes.py, against a stand-in",

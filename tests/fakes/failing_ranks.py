@@ -39,7 +39,8 @@ def lose_memory_in_node(faults: list[Fault]) -> None:
 
 def lose_memory(faults: list[Fault]) -> None:
     """In this process, whichever rank it is."""
-    from tandem.engine.models import decoder
+    from tandem.engine.models.decoder import DecoderModel
+    from tandem.engine.models.layers.self_attention import SelfAttention
     from tandem.engine.parallel.group import TensorParallel
     from tandem.engine.running import drawing
     from tandem.engine.running.decode_graphs import DecodeGraphs
@@ -51,13 +52,13 @@ def lose_memory(faults: list[Fault]) -> None:
         if model.group is not None:
             place[0] = places.pop((model.group.shard.rank, len(tokens)), None)
 
-    def attend(layer: decoder.SelfAttention, *_: object) -> None:
+    def attend(layer: SelfAttention, *_: object) -> None:
         _fail_if(place, int(layer.layer_name.split(".")[2]))
 
-    _before(decoder.DecoderModel, "forward", begin)
+    _before(DecoderModel, "forward", begin)
     _before(DecodeGraphs, "run", lambda graphs, rows: begin(graphs.batch._model, rows))
     for name in ("forward", "forward_wanted"):
-        _before(decoder.SelfAttention, name, attend)
+        _before(SelfAttention, name, attend)
     if "sum" in places.values():
         from tandem.engine.models.hf.model import HFModel  # transformers, whose import takes others a second
 

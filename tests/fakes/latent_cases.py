@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.backend import PagedKV
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
-from tandem.kernels.api.latent_attention import latent_attention
+from tandem.kernels.api.latent_attention import latent_attention, latent_store
 from tandem.kernels.api.metadata import AttentionMetadata, AttentionMetadataBuilder, RowBatch, slots_of
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.latents.new_rows import NewLatents
@@ -56,6 +56,17 @@ class Case:
         layer.bind(self.cache)
         with set_forward_context(ForwardContext(self.metadata, {"l": layer})):
             return latent_attention(self.new, self.weight_OL, "l")
+
+    def run_store(self, layer: Attention) -> None:
+        """Has the new rows stored, and nobody attend."""
+        layer.bind(self.cache)
+        nothing = replace(self.new, query_THD=self.new.query_THD[:, :0])
+        with set_forward_context(ForwardContext(self.metadata, {"l": layer})):
+            latent_store(nothing, "l")
+
+    def without_first(self) -> Case:
+        """The same rows where nobody sees their first tokens."""
+        return replace(self, rows=[row[1:] for row in self.rows])
 
 
 def made_case(

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 Tensors = dict[str, torch.Tensor]
 AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds the output of this place
 FP8 = torch.float8_e4m3fn
+LEFT_OUT = (".gate", ".eh_proj", ".embed_tokens", ".shared_head.head")  # as DeepSeek publishes V3
 GROUP = 32
 
 
@@ -143,7 +144,7 @@ def quantised_folders(plain: Path, root: Path, form: str) -> tuple[Path, Path]:
         for name, tensor in load_file(file).items():
             layer, _, own = name.rpartition(".")
             stored[name] = plainly[name] = tensor
-            if ".layers." in name and own == "weight" and tensor.dim() == 2 and not layer.endswith(".gate"):
+            if ".layers." in name and own == "weight" and tensor.dim() == 2 and not layer.endswith(LEFT_OUT):
                 tensors, plainly[name] = write(tensor.float())
                 del stored[name]
                 stored |= {f"{layer}.{each}": value for each, value in tensors.items()}

@@ -5,6 +5,8 @@ Run by test_triton_interpreter.py in a process of its own.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from latent_cases import Case, expected_rows, finished, made_case
@@ -27,9 +29,30 @@ def case_of(
     return made_case((1,) * len(lengths), lengths, heads, latent, rotated, block, dtype, unused=float("nan"))
 
 
+NEW = [(4, 32, 16, 16, 12, True), (3, 24, 12, 20, 40, False), (40, 80, 8, 8, 16, True)]
+
+
+def new_case(heads: int, latent: int, rotated: int, key: int, value: int, is_by_pairs: bool, rows: int = 6) -> Case:
+    case = made_case(
+        (1,) * rows, range(3, 3 + rows), heads, latent, rotated, 16, key_width=key, value_width=value, unused=7.0,
+        interleaved=is_by_pairs,
+    )  # fmt: skip
+    case.metadata.slot_mapping[1] = -1  # a row that pads
+    return case
+
+
+def stored(case: Case) -> torch.Tensor:
+    """The cache, once the case's rows are in it."""
+    cache, slots = case.cache.clone()[:, 0, 0], case.metadata.slot_mapping
+    for row, slot in zip(case.row_TR, slots.tolist(), strict=True):
+        if slot >= 0:
+            cache[slot // 16, slot % 16] = row
+    return cache
+
+
 def expected(query: torch.Tensor, kv: PagedKV, tables: torch.Tensor, lengths: list[int], spec: AttentionSpec) -> object:
-    wide = query.double(), kv.key_cache.double(), kv.value_cache.double()
-    return paged.paged_decode(*wide, tables.tolist(), lengths, spec.scale)[..., : spec.latent_size]
+    wide, first = (query.double(), kv.key_cache.double(), kv.value_cache.double()), int(spec.hides_first)
+    return paged.paged_decode(*wide, tables.tolist(), lengths, spec.scale, first_seen=first)[..., : spec.latent_size]
 
 
 @pytest.mark.parametrize(
@@ -41,6 +64,28 @@ def test_sizes(heads: int, latent: int, rotated: int, block: int, lengths: tuple
     output = TritonOps.decode(query, kv, rows, spec)
     wanted = expected(query, kv, rows.block_tables, list(lengths), spec)
     torch.testing.assert_close(output.double(), wanted, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("block", [16, 48])
+def test_first_tokens_that_are_hidden(block: int) -> None:
+    query, kv, rows, spec = case_of((70, 1, 2, 17), 8, 32, 16, block).decode()
+    kv.key_cache[rows.block_tables[:, 0].long(), :, 0] = float("nan")  # it isn't loaded, either
+    spec = replace(spec, hides_first=True)
+    output = TritonOps.decode(query, kv, rows, spec)
+    kv.key_cache.nan_to_num_()
+    wanted = expected(query, kv, rows.block_tables, [70, 1, 2, 17], spec)
+    assert not output[1].any(), "who sees nothing gets zeros"
+    torch.testing.assert_close(output[[0, 2, 3]].double(), wanted[[0, 2, 3]], rtol=3e-6, atol=3e-6)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("sizes", NEW)
+def test_rows_are_stored_where_nobody_attends(sizes: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NewLatents, "is_fused", True)
+    case, (heads, latent, rotated, *_) = new_case(*sizes), sizes
+    expected_cache = stored(case)
+    layer = Attention(heads, latent + rotated, case.scale, 1, latent_size=latent, layer_name="l", attn_backend="triton")
+    case.run_store(layer)
+    torch.testing.assert_close(case.cache[:, 0, 0], expected_cache, rtol=1e-5, atol=1e-5)
 
 
 def test_sixteen_bits() -> None:
@@ -77,27 +122,6 @@ def test_wide_heads_are_served_as_latents_alone() -> None:
     device, spec = torch.device("cpu"), AttentionSpec(16, 576, 0.2, 1, latent_size=512)
     assert TritonBackend.unsupported_reason(device, torch.bfloat16, 576, spec) is None
     assert TritonBackend.unsupported_reason(device, torch.bfloat16, 576, AttentionSpec(16, 576, 0.2, 1)) is not None
-
-
-NEW = [(4, 32, 16, 16, 12, True), (3, 24, 12, 20, 40, False), (40, 80, 8, 8, 16, True)]
-
-
-def new_case(heads: int, latent: int, rotated: int, key: int, value: int, is_by_pairs: bool, rows: int = 6) -> Case:
-    case = made_case(
-        (1,) * rows, range(3, 3 + rows), heads, latent, rotated, 16, key_width=key, value_width=value, unused=7.0,
-        interleaved=is_by_pairs,
-    )  # fmt: skip
-    case.metadata.slot_mapping[1] = -1  # a row that pads
-    return case
-
-
-def stored(case: Case) -> torch.Tensor:
-    """The cache, once the case's rows are in it."""
-    cache, slots = case.cache.clone()[:, 0, 0], case.metadata.slot_mapping
-    for row, slot in zip(case.row_TR, slots.tolist(), strict=True):
-        if slot >= 0:
-            cache[slot // 16, slot % 16] = row
-    return cache
 
 
 @pytest.mark.parametrize("sizes", NEW)

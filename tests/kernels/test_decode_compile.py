@@ -92,18 +92,20 @@ def shared(dtype: torch.dtype, group: int, head_size: int, **options: Any) -> An
     return shared_prefix_kernel, dtype, constants | plain | options
 
 
-def latents(dtype: torch.dtype, num_heads: int, capability: int = 90) -> Any:
+def latents(dtype: torch.dtype, num_heads: int, capability: int = 90, first: int = 0) -> Any:
     shared_bytes = SHARED_MEMORY_BYTES[capability]
-    return latent_decode_kernel, dtype, latent_constants(dtype, num_heads, 512, 64, 64, shared_bytes) | {"PDL": False}
+    constants = latent_constants(dtype, num_heads, 512, 64, 64, shared_bytes)
+    return latent_decode_kernel, dtype, constants | {"FIRST": first, "PDL": False}
 
 
 def around_latents(kernel: Any, dtype: torch.dtype, num_heads: int) -> Any:
     """What lies before decode over latents, and after it."""
     rows = new_rows.row_constants(512, 64, 64, interleaved=True)
+    heads = max(num_heads, 1)
     constants = {
-        absorb.store_and_absorb_kernel: absorb.absorb_constants(num_heads, 128, 512, dtype) | rows,
-        absorb.values_kernel: absorb.values_constants(num_heads, 128, 512, dtype),
-        new_rows.store_and_rotate_kernel: {"NUM_HEADS": num_heads, "HEADS": 32, "KEY": 128} | rows,
+        absorb.store_and_absorb_kernel: absorb.absorb_constants(heads, 128, 512, dtype) | rows,
+        absorb.values_kernel: absorb.values_constants(heads, 128, 512, dtype),
+        new_rows.store_and_rotate_kernel: {"NUM_HEADS": num_heads, "HEADS": min(32, heads), "KEY": 128} | rows,
     }[kernel]
     return kernel, dtype, constants | {"num_warps": 4, "PDL": True}
 
@@ -138,6 +140,7 @@ CASES = {
     "shared-fp32": (80, shared(FP32_TYPE, 4, 128)),
     "plan": (90, (plan_kernel, BF16, PLAN | {"WINDOW": 1, "HAS_PREFIX": True, "HAS_COUNTS": False})),
     "latents-16": (90, latents(BF16, 16)),
+    "latents-16-first-hidden": (90, latents(BF16, 16, first=1)),
     "latents-128": (90, latents(BF16, 128)),
     "latents-16-sm80": (80, latents(BF16, 16, 80)),
     "latents-128-sm80": (80, latents(BF16, 128, 80)),
@@ -147,6 +150,7 @@ CASES = {
     "latents-values": (90, around_latents(absorb.values_kernel, BF16, 128)),
     "latents-values-fp32": (90, around_latents(absorb.values_kernel, FP32_TYPE, 16)),
     "latents-rotated": (90, around_latents(new_rows.store_and_rotate_kernel, BF16, 128)),
+    "latents-stored": (90, around_latents(new_rows.store_and_rotate_kernel, BF16, 0)),
     "lists": (80, (list_tiles_kernel, BF16, LISTS)),
 }
 # Each of their options is another case's, too: these are compiled by `make soak`.

@@ -45,6 +45,20 @@ def test_without_a_cache_every_row_is_a_whole_prompt() -> None:
     torch.testing.assert_close(case.run(layer_of(4, 24, 16, case.scale)), wanted, rtol=1e-9, atol=1e-9)
 
 
+def test_first_tokens_that_are_hidden() -> None:
+    case = made_case((1, 1, 1), (33, 2, 16), 4, 16, 8, 16, torch.float64)
+    layer = Attention(4, 24, case.scale, 1, latent_size=16, layer_name="l", hides_first=True)
+    torch.testing.assert_close(case.run(layer), expected_rows(case.without_first()), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("lengths", BATCHES)
+def test_rows_are_stored_where_nobody_attends(lengths: str) -> None:
+    case, other = (made_case(*BATCHES[lengths], 4, 16, 8, 16, torch.float64) for _ in range(2))
+    case.run_store(layer_of(4, 24, 16, case.scale))
+    other.store()
+    torch.testing.assert_close(case.cache, other.cache, rtol=1e-9, atol=1e-9)
+
+
 def test_backends_that_know_no_latents_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NativeBackend, "serves_latents", False)
     layer = Attention(4, 24, 1.0, 1, latent_size=16, layer_name="l", attn_backend="native")

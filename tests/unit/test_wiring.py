@@ -20,7 +20,7 @@ SET_FROM_OUTSIDE = {
     "deploy/train_demo_model.py": ("tokenizers", {"pre_tokenizer", "decoder", "post_processor"}),
     "deploy/launch/launcher.py": ("ssl", {"check_hostname", "verify_mode"}),
     "engine/device/cuda_driver.py": ("ctypes", {"argtypes", "source", "target"}),
-    "engine/models/decoder.py": ("torch", {"data", "weight"}),
+    "engine/models/decoder.py": ("torch", {"weight"}),
     "engine/models/hf/adapters.py": (
         "transformers",
         {
@@ -51,6 +51,7 @@ SET_FROM_OUTSIDE = {
         },
     ),
     "engine/models/hf/trial.py": ("transformers", {"_attn_implementation"}),
+    "engine/models/layers/mlp.py": ("torch", {"data"}),
     "engine/process/process_log.py": ("logging", {"msg"}),
     "engine/process/watched.py": ("threading", {"excepthook"}),
     "kernels/api/forward_context.py": ("contextvars' way, by a thread's local of this module", {"context"}),

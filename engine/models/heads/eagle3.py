@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tandem.engine.models.decoder import MLP, allocate_parameters
-from tandem.engine.models.heads.config import EagleConfig
+from tandem.engine.models.heads.eagle3_config import EagleConfig
 from tandem.engine.models.heads.taps import FeatureTaps
 from tandem.engine.models.layers.basic import Linear, RMSNorm
+from tandem.engine.models.layers.decoder_layer import allocate_parameters
+from tandem.engine.models.layers.mlp import MLP
 from tandem.engine.models.rope import RotaryEmbedding
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.products.rotary_attention import rotary_attention, rotary_store
@@ -28,7 +29,7 @@ LAYER_NAME = "eagle3.midlayer.self_attn"
 
 
 class EagleHead(nn.Module):
-    """Parameters are uninitialised until engine/models/heads/loader.py fills them. Implements `GuessHead`."""
+    """Parameters are uninitialised until engine/models/heads/eagle3_loader.py fills them. Implements `GuessHead`."""
 
     token_W: torch.Tensor
 
@@ -82,6 +83,10 @@ class EagleHead(nn.Module):
     @property
     def hidden_size(self) -> int:
         return self.config.layer.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.layer.vocab_size
 
     def fuse(self) -> torch.Tensor:
         """The features [T, E] of the tokens of the pass that has just run."""

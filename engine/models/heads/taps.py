@@ -1,6 +1,6 @@
 """What a model and a head that guesses from its hidden states need of each other.
 
-Legend: T tokens of the step, E hidden size.
+Legend: T tokens of the step, R rows, E hidden size, W the head's vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class FeatureTaps:
     """Takes the residual stream where it enters some of a model's layers, of each pass."""
 
     def __init__(self, layers: Sequence[int]) -> None:
-        """`layers`: their numbers, rising."""
+        """`layers`: their numbers, rising. The number behind the last layer's stands for what leaves the last norm."""
         self.layers = tuple(layers)
         self._taken: list[torch.Tensor] = []
 
@@ -39,18 +39,26 @@ class GuessHead(Protocol):
     layer_name: str
     attention: Attention
     taps: FeatureTaps
+    num_speculative_tokens: int
+    dtype: torch.dtype
+    token_W: torch.Tensor  # int64 [W]: the model's number of each token of its vocabulary
 
     @property
     def hidden_size(self) -> int: ...
 
     @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def num_speculative_tokens(self) -> int: ...
+    def vocab_size(self) -> int:
+        """The model's."""
+        ...
 
     def fuse(self) -> torch.Tensor:
         """The features [T, E] of the tokens of the pass that has just run."""
 
     def store(self, token_T: torch.Tensor, feature_TE: torch.Tensor, position_T: torch.Tensor) -> None:
         """Stores keys and values of tokens, each with the feature of the token before it. Within a forward context."""
+
+    def __call__(self, token_R: torch.Tensor, feature_RE: torch.Tensor, position_R: torch.Tensor) -> torch.Tensor:
+        """[R, E]: what stands for the features of these tokens. Stores their keys and values, too."""
+
+    def project(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        """[R, E] -> logits [R, W] of what follows these tokens."""

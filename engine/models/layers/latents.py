@@ -12,7 +12,7 @@ from torch import nn
 from tandem.engine.contracts.model_config import LatentConfig, ModelConfig
 from tandem.engine.models.layers.basic import Linear, RMSNorm
 from tandem.kernels.api.attention import Attention
-from tandem.kernels.api.latent_attention import latent_attention
+from tandem.kernels.api.latent_attention import latent_attention, latent_store
 from tandem.kernels.latents.new_rows import NewLatents
 from tandem.kernels.products import few_rows
 from tandem.kernels.products.quantised import RoundedRows
@@ -30,7 +30,7 @@ def first_product(latents: LatentConfig) -> str:
 class LatentSelfAttention(nn.Module):
     """One layer's attention with its projections. The heads are this rank's; latents are whole on every rank."""
 
-    def __init__(self, config: ModelConfig, layer: int, backend: str) -> None:
+    def __init__(self, config: ModelConfig, layer: int, backend: str, *, hides_first: bool = False) -> None:
         super().__init__()
         assert config.latents is not None, "its heads have keys and values of their own"
         latents, hidden = config.latents, config.hidden_size
@@ -53,6 +53,7 @@ class LatentSelfAttention(nn.Module):
             attn_backend=None if backend == "auto" else backend,
             layer_name=self.layer_name,
             latent_size=latents.size,
+            hides_first=hides_first,
         )
 
     @property
@@ -87,14 +88,23 @@ class LatentSelfAttention(nn.Module):
         projected: torch.Tensor = self.o_proj(attended[wanted.index])
         return projected
 
+    def store(self, x_TE: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor) -> None:
+        """Stores the latents of all T tokens, and nobody attends."""
+        row_TR = self.first.some_outputs(x_TE, self._query_size, self.first.out_features)
+        nothing = row_TR.new_empty(len(row_TR), 0, self.latents.query_width)
+        latent_store(self._new(nothing, row_TR, positions_T, cos_sin), self.layer_name)
+
     def _attended(self, first_TC: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         """[T, H * V] from the first product's outputs, which are overwritten."""
         query_TQ, row_TR = first_TC[:, : self._query_size], first_TC[:, self._query_size :]
         if self.q_b_proj is not None and self.q_a_layernorm is not None:
             query_TQ = self.q_b_proj(self.q_a_layernorm(query_TQ))
-        norm, interleaved = self.kv_a_layernorm, self.latents.interleaved
-        new = NewLatents(
-            query_TQ.view(-1, self.num_heads, self.latents.query_width),
-            row_TR, norm.weight, norm.eps, positions_T, cos_sin, interleaved,
-        )  # fmt: skip
+        query_THD = query_TQ.view(-1, self.num_heads, self.latents.query_width)
+        new = self._new(query_THD, row_TR, positions_T, cos_sin)
         return latent_attention(new, self.kv_b_proj.weight, self.layer_name).flatten(1)
+
+    def _new(
+        self, query_THD: torch.Tensor, row_TR: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor
+    ) -> NewLatents:
+        norm, interleaved = self.kv_a_layernorm, self.latents.interleaved
+        return NewLatents(query_THD, row_TR, norm.weight, norm.eps, positions_T, cos_sin, interleaved)

@@ -33,7 +33,7 @@ from tandem.kernels.sampling.decode_buffers import DecodeInputs
 from tandem.kernels.sampling.decode_inputs import gather_decode_inputs
 
 if TYPE_CHECKING:
-    from tandem.engine.models.heads.eagle3 import EagleHead
+    from tandem.engine.models.heads.taps import GuessHead
 
 limited = RateLimited(logging.getLogger(__name__))
 StepKind = Literal["first", "later"]  # by the model's feature, by the head's own
@@ -43,7 +43,7 @@ class HeadSteps:
     """The head of one runner, whose layer must be bound. Implements `HeadRunner`."""
 
     def __init__(
-        self, head: EagleHead, features: HeadFeatures, state: BatchState, max_rows: int, max_model_len: int
+        self, head: GuessHead, features: HeadFeatures, state: BatchState, max_rows: int, max_model_len: int
     ) -> None:
         self._head, self._features, self._state = head, features, state
         self._max_model_len, self.device = max_model_len, state.device

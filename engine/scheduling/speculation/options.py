@@ -11,11 +11,14 @@ from tandem.engine.contracts.errors import ConfigError
 
 MOST_LOOKUP = 32  # tokens that are looked for; a guess
 DEFAULT_LOOKUP = 5  # vLLM's
-OTHER_METHODS = ("eagle", "mtp", "deepseek_mtp", "medusa", "mlp_speculator", "suffix")
+OTHER_METHODS = ("eagle", "medusa", "mlp_speculator", "suffix")
+# What vLLM called mtp by the model's family.
+FORMER_NAMES = {"deepseek_mtp": "mtp", "mimo_mtp": "mtp", "glm4_moe_mtp": "mtp"}
 _EXAMPLES = {
     "ngram": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}',
     "draft_model": '{"method": "draft_model", "model": "FOLDER_OR_NAME", "num_speculative_tokens": 4}',
     "eagle3": '{"method": "eagle3", "model": "FOLDER_OR_NAME", "num_speculative_tokens": 3}',
+    "mtp": '{"method": "mtp", "num_speculative_tokens": 1}',
 }
 
 
@@ -43,10 +46,16 @@ class EagleOptions(msgspec.Struct, frozen=True):
     revision: str = ""
 
 
-_KINDS = {"ngram": PromptLookup, "draft_model": DraftModelOptions, "eagle3": EagleOptions}
+class MtpOptions(msgspec.Struct, frozen=True):
+    """Guesses by the layer behind the served model's last, which is in its own checkpoint (multi-token prediction)."""
+
+    num_speculative_tokens: int
 
 
-def read_speculative_config(text: str) -> PromptLookup | DraftModelOptions | EagleOptions | None:
+_KINDS = {"ngram": PromptLookup, "draft_model": DraftModelOptions, "eagle3": EagleOptions, "mtp": MtpOptions}
+
+
+def read_speculative_config(text: str) -> PromptLookup | DraftModelOptions | EagleOptions | MtpOptions | None:
     """Reads a JSON object; None for "". Raises ConfigError, with what it should be instead."""
     if not text:
         return None
@@ -57,6 +66,8 @@ def read_speculative_config(text: str) -> PromptLookup | DraftModelOptions | Eag
             f"--speculative-config is no JSON object ({error}), for example {_EXAMPLES['ngram']}"
         ) from None
     method = given.pop("method", "ngram" if "model" not in given else "draft_model")
+    if isinstance(method, str):
+        method = FORMER_NAMES.get(method, method)
     if method not in _EXAMPLES:
         known = "is not built" if method in OTHER_METHODS else "is not known"
         there = f"there are {' and '.join(_EXAMPLES)}, for example {_EXAMPLES['ngram']}"
@@ -72,6 +83,8 @@ def read_speculative_config(text: str) -> PromptLookup | DraftModelOptions | Eag
     _check("num_speculative_tokens", fields["num_speculative_tokens"], MOST_DRAFTS)
     if method == "ngram":
         return _lookup(fields)
+    if method == "mtp":
+        return MtpOptions(**fields)
     _check_model(fields, method)
     return DraftModelOptions(**fields) if method == "draft_model" else EagleOptions(**fields)
 

@@ -53,6 +53,7 @@ def latent_decode_kernel(
     P_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    FIRST: tl.constexpr,  # positions before are hidden from all
     PDL: tl.constexpr,
 ):
     """Grid (programs of the plan,)."""
@@ -68,7 +69,7 @@ def latent_decode_kernel(
         peak, total, accumulator = attend_latents(
             query + row * query_row + heads * query_head, members < GROUP, cache, block_tables + row * table_row,
             at - segment_begin, stop - segment_begin, seq_len, scale * LOG2_E, cache_block, cache_slot,
-            LATENT, L_PAD, ROTATED, P_PAD, BLOCK_SIZE, TILE,
+            LATENT, L_PAD, ROTATED, P_PAD, BLOCK_SIZE, TILE, FIRST,
         )  # fmt: skip
         store_part(
             segment + program, members < GROUP, peak, total, accumulator, peaks, totals, partial, GROUP, LATENT, L_PAD
@@ -97,8 +98,10 @@ def attend_latents(
     P_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
-    """-> a part (decode_parts.py), of [M, L_PAD]. Each tile is read once. Latents past `seq_len` are never loaded."""
+    """-> a part (decode_parts.py), of [M, L_PAD]. Each tile is read once. Latents before `FIRST` and past `seq_len` are
+    never loaded."""
     M: tl.constexpr = query_pointers.shape[0]
     columns, others = tl.arange(0, L_PAD), tl.arange(0, P_PAD)
     query = tl.load(
@@ -117,6 +120,8 @@ def attend_latents(
         next_block = load_block(table, tile + 1, seq_len, BLOCK_SIZE, TILE)
         start = tile * TILE
         stored = start + slots < seq_len
+        if FIRST > 0:
+            stored = stored & (start + slots >= FIRST)
         if BLOCK_SIZE % TILE == 0:  # a tile lies in one block
             rows = block.to(tl.int64) * cache_block + (start % BLOCK_SIZE + slots) * cache_slot
         else:
@@ -244,9 +249,11 @@ def latent_decode(
     scale: float,
     constants: dict[str, int],
     plan: DecodePlan,
+    first: int = 0,
 ) -> torch.Tensor:
     """query [N, H, L + P] over cache [num_blocks, 1, S, L + P] -> [N, H, L]. `constants` from latent_constants, `plan`
-    of plan_latents for the same lengths. Raises ValueError for shapes or strides that don't fit."""
+    of plan_latents for the same lengths; nobody sees positions before `first`. Raises ValueError for shapes or strides
+    that don't fit."""
     num_rows, num_heads, width = query.shape
     check_cache(cache, cache, 1, width)
     if query.stride(2) != 1 or len(seq_lens) != num_rows or block_tables.stride(1) != 1:
@@ -258,7 +265,8 @@ def latent_decode(
     plan.is_new = False
     latent_decode_kernel[(plan.programs,)](
         plan.partial, plan.peaks, plan.totals, plan.plan, query, cache, block_tables, seq_lens, scale,
-        *query.stride()[:2], cache.stride(0), cache.stride(2), block_tables.stride(0), **constants, **launch,
+        *query.stride()[:2], cache.stride(0), cache.stride(2), block_tables.stride(0), **constants, FIRST=first,
+        **launch,
     )  # fmt: skip
     columns = merge_columns(constants)
     merge_latents_kernel[(num_rows, num_heads, triton.cdiv(constants["LATENT"], columns))](

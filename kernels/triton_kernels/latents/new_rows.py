@@ -134,11 +134,11 @@ def store_and_rotate_triton(
     slot_T: torch.Tensor,
     interleaved: bool,
 ) -> None:
-    """`cache` [num_blocks, S, L + P]."""
+    """`cache` [num_blocks, S, L + P]. H may be 0: rows alone are finished."""
     num_tokens, num_heads, width = query_THD.shape
     if not num_tokens:
         return
-    heads = min(32, triton.next_power_of_2(num_heads))  # of a program; a guess
+    heads = min(32, triton.next_power_of_2(max(num_heads, 1)))  # of a program; a guess
     store_and_rotate_kernel[(num_tokens, 1 + triton.cdiv(num_heads, heads))](
         query_THD, row_TR, gain_L, position_T, cos_sin_CP, cache, slot_T, *query_THD.stride()[:2], row_TR.stride(0),
         *cache.stride()[:2], eps, NUM_HEADS=num_heads, HEADS=heads, KEY=width - cos_sin_CP.shape[1],

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from waiting import PATIENCE_S
 
@@ -103,6 +104,18 @@ def edited(kind: str, tmp_path: Path, **changes: object) -> ModelConfig:
     folder = copy_of(kind, tmp_path)
     edit_config(folder, **changes)
     return load_model_config(folder)
+
+
+def test_mimo_is_read_as_qwen2_whatever_heads_it_has(tmp_path: Path) -> None:
+    """Its own configuration class is Qwen2's, with a number of layers that guess."""
+    qwen2 = load_model_config(tiny_model("qwen2"))
+    own = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True}
+    mimo = edited("qwen2", tmp_path, **own, num_nextn_predict_layers=1)
+    assert msgspec.structs.replace(mimo, architecture="qwen2") == qwen2
+    assert mimo.qkv_bias
+    edit_config(tmp_path / "qwen2", architectures=["MiMoV2FlashForCausalLM"])
+    with pytest.raises(CheckpointError, match="MiMoV2FlashForCausalLM is not supported with model_type mimo"):
+        load_model_config(tmp_path / "qwen2")
 
 
 def test_generation_config_names_the_end_of_sequence_if_it_names_any(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
 from tandem.engine.models.choice import check_shares, load_config
-from tandem.engine.models.decoder import DecoderModel, Linear
+from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.identity import model_identity
+from tandem.engine.models.layers.basic import Linear
 from tandem.engine.models.loader import load_model
 from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.parallel.sharding import Shard

@@ -14,6 +14,7 @@ from tandem.engine.scheduling.speculation.lengths import FIRST_CHANCE, Acceptanc
 from tandem.engine.scheduling.speculation.options import (
     DraftModelOptions,
     EagleOptions,
+    MtpOptions,
     PromptLookup,
     read_speculative_config,
 )
@@ -32,6 +33,9 @@ def test_options_are_those_of_vllm() -> None:
     assert read_speculative_config('{"model": "x", "num_speculative_tokens": 3}') == DraftModelOptions(3, "x")
     eagle = '{"method": "eagle3", "model": "x", "num_speculative_tokens": 3}'
     assert read_speculative_config(eagle) == EagleOptions(3, "x")
+    for method in ("mtp", "deepseek_mtp", "mimo_mtp", "glm4_moe_mtp"):
+        text = f'{{"method": "{method}", "num_speculative_tokens": 1}}'
+        assert read_speculative_config(text) == MtpOptions(1)
     assert read_speculative_config('{"num_speculative_tokens": 3, "prompt_lookup_min": 2}') == PromptLookup(3, 2, 2)
 
 
@@ -41,9 +45,11 @@ def test_options_are_those_of_vllm() -> None:
         ("ngram", "no JSON object"),
         ("[]", "no JSON object"),
         (
-            '{"method": "mtp", "num_speculative_tokens": 3}',
-            "'mtp' is not built; there are",
+            '{"method": "medusa", "num_speculative_tokens": 3}',
+            "'medusa' is not built; there are",
         ),
+        ('{"method": "mtp", "model": "x", "num_speculative_tokens": 3}', "model is nothing that mtp takes"),
+        ('{"method": "mtp"}', "lacks num_speculative_tokens"),
         ('{"model": 3, "num_speculative_tokens": 3}', "model is 3"),
         ('{"method": "draft_model", "num_speculative_tokens": 3}', "lacks model"),
         ('{"method": "eagle3", "num_speculative_tokens": 3}', "lacks model"),

@@ -1,0 +1,114 @@
+"""A head for multi-token prediction: one more layer like the model's own, that guesses the token after the next.
+
+As DeepSeek-V3's report (arXiv 2412.19437, 2.2) has it: the feature of a token is what leaves the model's last norm
+there. An entry is a token with the feature of the token before it: the embedding and the feature, each normalised,
+side by side, are projected to the layer's input. What leaves the layer stands for the next feature, so that the layer
+guesses as often as is asked for; through a norm of the head's own it makes logits. As for EAGLE-3 an entry counts by
+its token, and nobody sees position 0, which has no feature before it.
+
+Legend: T tokens of the step, R rows, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.models.heads.mtp_config import MtpConfig
+from tandem.engine.models.heads.taps import FeatureTaps
+from tandem.engine.models.layers.basic import Linear, RMSNorm
+from tandem.engine.models.layers.decoder_layer import DecoderLayer, allocate_parameters, lay_out, quantise_layers
+from tandem.kernels.products.matmul import linear
+
+
+class MtpHead(nn.Module):
+    """Parameters are uninitialised until engine/models/heads/mtp_loader.py fills them. Implements `GuessHead`."""
+
+    token_W: torch.Tensor
+    group: None = None  # it runs on one GPU
+
+    def __init__(
+        self,
+        config: MtpConfig,
+        model: DecoderModel,
+        num_speculative_tokens: int,
+        device: torch.device | str,
+        attention_backend: str = "auto",
+        scale_dtype: torch.dtype = torch.float16,
+    ) -> None:
+        """`model`: the served one, whose embedding, output matrix and rotations it uses. `scale_dtype`: of the scales
+        of weights of 4 bits. Raises ConfigError for sizes that can't be quantised."""
+        super().__init__()
+        layer, number = config.layer, str(config.layer.num_layers)
+        self.form, self.config, self.num_speculative_tokens = config, layer, num_speculative_tokens
+        self.dtype, self.taps = model.embed_tokens.weight.dtype, FeatureTaps([layer.num_layers])
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with torch.device("meta"):
+                decoder_layer = DecoderLayer(layer, layer.num_layers, attention_backend, hides_first=True)
+                self.layers = nn.ModuleDict({number: decoder_layer})
+                self.enorm, self.hnorm, self.norm = (RMSNorm(layer.hidden_size, layer.rms_norm_eps) for _ in range(3))
+                self.eh_proj = Linear(2 * layer.hidden_size, layer.hidden_size, bias=False)
+        finally:
+            torch.set_default_dtype(default)
+        if layer.quantisation is not None:
+            quantise_layers(self.layers, layer.quantisation, layer.architecture, scale_dtype, device)
+        allocate_parameters(self, device)
+        self.register_buffer("token_W", torch.arange(layer.vocab_size, device=device))
+        self.layer_name, self.attention = decoder_layer.self_attn.layer_name, decoder_layer.self_attn.attention
+        self.rotary = model.rotary
+        self.embedding_VE, self.output_VE = model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+        self.requires_grad_(False)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def layer(self) -> DecoderLayer:
+        [layer] = self.layers.values()
+        assert isinstance(layer, DecoderLayer)
+        return layer
+
+    def take_own(self, embedding_VE: torch.Tensor | None, output_VE: torch.Tensor | None) -> None:
+        """Uses these in place of the model's matrices. None, and copies of the model's: stays with those."""
+        if embedding_VE is not None and not torch.equal(own := embedding_VE.to(self.embedding_VE), self.embedding_VE):
+            self.embedding_VE = own
+        if output_VE is not None and not torch.equal(own := output_VE.to(self.output_VE), self.output_VE):
+            self.output_VE = own
+
+    def finish_loading(self) -> None:
+        """Lays weights out as the products want them. To be called once, when the parameters are filled."""
+        lay_out(self.layers, self.dtype)
+
+    def fuse(self) -> torch.Tensor:
+        """The features [T, E] of the tokens of the pass that has just run."""
+        return self.taps.taken()
+
+    def store(self, token_T: torch.Tensor, feature_TE: torch.Tensor, position_T: torch.Tensor) -> None:
+        """Stores what the cache keeps of tokens, each with the feature of the token before it. Within a forward
+        context."""
+        self.layer.store(self._input(token_T, feature_TE), position_T, self.rotary.table())
+
+    def forward(self, token_R: torch.Tensor, feature_RE: torch.Tensor, position_R: torch.Tensor) -> torch.Tensor:
+        """[R, E]: what stands for the features of these tokens. Stores what the cache keeps of them."""
+        added_RE, residual_RE = self.layer(None, self._input(token_R, feature_RE), position_R, self.rotary.table())
+        hidden_RE: torch.Tensor = added_RE + residual_RE
+        return self.norm(hidden_RE) if self.form.carries_normed else hidden_RE  # type: ignore[no-any-return]
+
+    def project(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        """[R, E] -> logits [R, V]."""
+        return linear(hidden_RE if self.form.carries_normed else self.norm(hidden_RE), self.output_VE)
+
+    def _input(self, token_T: torch.Tensor, feature_TE: torch.Tensor) -> torch.Tensor:
+        """[T, E]: the layer's input."""
+        both = self.enorm(F.embedding(token_T, self.embedding_VE)), self.hnorm(feature_TE)
+        projected: torch.Tensor = self.eh_proj(torch.cat(both[::-1] if self.form.hidden_first else both, dim=-1))
+        return projected

@@ -1,0 +1,93 @@
+"""What a checkpoint says of the layer behind its model's last that guesses tokens (multi-token prediction). No torch.
+
+Named and computed as checkpoints of DeepSeek-V3 (arXiv 2412.19437) and Xiaomi's MiMo have it, and vLLM reads it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tandem.engine.contracts.errors import CheckpointError, ConfigError
+from tandem.engine.contracts.generation_config import read_json_object
+from tandem.engine.contracts.model_config import ModelConfig
+from tandem.engine.contracts.weights.quantisation import MADE
+
+# What a checkpoint calls modules of a head, where that isn't what we do.
+DEEPSEEK_NAMES = {"norm": "shared_head.norm"}
+MIMO_NAMES = {
+    "enorm": "token_layernorm",
+    "hnorm": "hidden_layernorm",
+    "eh_proj": "input_proj",
+    "norm": "final_layernorm",
+}
+
+
+class MtpConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A head of one layer like the served model's last. `prefix`: of its tensors' names in the checkpoint.
+    `hidden_first`: the feature stands before the embedding where both are projected. `carries_normed`: what stands for
+    the next feature has passed the last norm."""
+
+    layer: ModelConfig
+    prefix: str
+    hidden_first: bool
+    carries_normed: bool
+
+    def stored_name(self, name: str) -> str:
+        """The checkpoint's name of a tensor that is called `name` in a model with the head's modules and layers."""
+        own = name.removeprefix("model.").removeprefix(f"layers.{self.layer.num_layers}.")
+        module, _, kind = own.rpartition(".")
+        names = MIMO_NAMES if self.layer.architecture == "mimo" else DEEPSEEK_NAMES
+        return f"{self.prefix}{names.get(module, module)}.{kind}"
+
+
+def mtp_prefix(config: ModelConfig) -> str | None:
+    """How names of the tensors begin that only a head reads; None: checkpoints of this family hold none."""
+    if config.architecture == "mimo":
+        return "model.mtp_layers."
+    return None if config.latents is None else f"model.layers.{config.num_layers}."
+
+
+def load_mtp_config(folder: Path, served: ModelConfig) -> MtpConfig:
+    """The head in the folder of the served model. Raises ConfigError where there is none, or none that is computed."""
+    known = {"deepseek_v3": f"model.layers.{served.num_layers}.", "mimo": "model.mtp_layers.0."}
+    if served.architecture not in known:
+        raise ConfigError(
+            f"--speculative-config: mtp is built for {' and '.join(known)}, this is {served.architecture}: choose "
+            "another method"
+        )
+    path = folder / "config.json"
+    count = (read_json_object(path) or {}).get("num_nextn_predict_layers", 0)
+    if not isinstance(count, int):
+        raise CheckpointError(
+            f"{path}: num_nextn_predict_layers is {count!r}; repair the file or fetch the model again"
+        )
+    if count != 1:
+        what = f"{count} layers that guess, of which each does one place; those of one layer are built"
+        raise ConfigError(
+            f"--speculative-config: num_nextn_predict_layers of {path} is {count}: the checkpoint has "
+            f"{what if count else 'no layer that guesses'}; choose another method"
+        )
+    _check_layer(served)
+    is_mimo = served.architecture == "mimo"
+    # What is made smaller when it is loaded is the model: of its layers this one is left as it is stored.
+    made = served.quantisation is not None and served.quantisation.stored == MADE
+    return MtpConfig(
+        layer=msgspec.structs.replace(served, quantisation=None) if made else served,
+        prefix=known[served.architecture],
+        hidden_first=is_mimo,
+        carries_normed=is_mimo,
+    )
+
+
+def _check_layer(served: ModelConfig) -> None:
+    how = served.quantisation
+    if served.sliding_window is not None or served.blocksparse is not None:
+        what = "a sliding window" if served.blocksparse is None else "blocksparse_params"
+        raise ConfigError(f"--speculative-config: mtp doesn't go with {what}: choose another method")
+    if how is not None and how.stored != MADE and served.architecture == "mimo":
+        raise ConfigError(
+            f"--speculative-config: mtp is not built for MiMo quantised by {how.method}: take the checkpoint of 16 "
+            "bits, with --quantization fp8 where memory is short"
+        )

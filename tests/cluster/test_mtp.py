@@ -1,0 +1,234 @@
+"""A layer that guesses from the model's own checkpoint: no output changes, and one that knows its model is right
+wherever KV came from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from decode_trio import Trio, joined
+from eagle_heads import DEMO, SIZE, next_tokens
+from mtp_heads import FAMILIES, MtpCheckpoint, knowing_mtp, random_mtp
+from quantised_checkpoints import quantised_folders
+from split_pair import SAMPLED, changed
+from tiny_adapters import tiny_adapter
+
+from in_process_cluster import Node, client_of, node_options
+from tandem.engine.adapters.adapter_files import read_adapter
+from tandem.engine.contracts.config import LoraOptions, ModelOptions
+from tandem.engine.contracts.errors import CheckpointError, ConfigError
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import AdapterRef
+from tandem.node.setup import load
+from tiny_models import check_greedy, random_prompt
+
+GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+
+FEW_BLOCKS = {"num_blocks": 30, "caching": False}
+
+
+def guessing(count: int = 3, method: str = "mtp") -> str:
+    return json.dumps({"method": method, "num_speculative_tokens": count})
+
+
+def walk(first: int, count: int) -> list[int]:
+    following, tokens = next_tokens(), [first]
+    for _ in range(count - 1):
+        tokens.append(int(following[tokens[-1]]))
+    return tokens
+
+
+def of_roles(roles: list[str], model: Path, **options: object) -> tuple[list[Node], dict]:
+    nodes = [Node(node_options(role, model, **options)) for role in roles]
+    return nodes, {"decode": nodes[0].info, "prefill": nodes[1].info if len(nodes) > 1 else None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "roles",
+    [pytest.param(["unified"], marks=pytest.mark.slow), ["decode", "prefill"]],  # a decode node does all that one does
+    ids=["one", "split"],
+)
+def test_a_head_that_knows_the_model_is_right(roles: list[str], family: str, tmp_path: Path) -> None:
+    """Of a prompt in chunks; of one whose blocks are cached; of samples that fork. What lacks is the feature before the
+    first step here, and so a guess or two."""
+    model = knowing_mtp(tmp_path, family).served
+    nodes, where = of_roles(roles, model, speculative_config=guessing(), chunk=32)
+    prompt = [7 * place % SIZE for place in range(90)]
+    out = walk(int(next_tokens()[prompt[-1]]), 60)
+    with client_of(nodes) as client:
+        scheduler = nodes[0].process.logic.scheduler
+        for name, samples in (("chunks", (0,)), ("cached", (0,)), ("forked", (0, 1))):
+            num_steps, before = scheduler.num_steps, scheduler.spec_counters
+            result = client.submit(name, prompt, GREEDY, samples=samples, **where)
+            client.wait(result)
+            assert result.failed is None, result.failed
+            assert [result.output(sample) for sample in samples] == [out for _ in samples]
+            counts = {key: count - before[key] for key, count in scheduler.spec_counters.items()}
+            assert counts["spec_accepted_tokens"] >= 0.8 * counts["spec_draft_tokens"] > 20, (name, counts)
+            assert scheduler.num_steps - num_steps <= 35
+
+
+@pytest.mark.parametrize(
+    ("family", "roles", "options"),
+    [
+        ("mimo", ["unified"], FEW_BLOCKS),
+        pytest.param("deepseek_v3", ["unified"], FEW_BLOCKS, marks=pytest.mark.slow),
+        pytest.param("mimo", ["decode", "prefill"], {"chunk": 32}, marks=pytest.mark.slow),
+        ("deepseek_v3", ["decode", "prefill"], {"chunk": 32}),
+    ],
+    ids=["mimo-one", "deepseek-one", "mimo-split", "deepseek-split"],
+)
+def test_a_head_of_random_weights_changes_no_output(
+    family: str, roles: list[str], options: dict[str, object], tmp_path: Path
+) -> None:
+    """On one node with too few blocks; and split, where what it keeps is handed over beside the model's. Greedy tokens
+    are transformers', drawn ones those of a node without; that node passes the head's weights over."""
+    checkpoint = random_mtp(tmp_path, family)
+    prompts, drawn = [random_prompt(70, seed=seed) for seed in range(4)], changed(SAMPLED, max_tokens=60)
+    outputs, counters = [], {}
+    for config in ("", guessing()):
+        nodes, where = of_roles(roles, checkpoint.served, speculative_config=config, **options)
+        with client_of(nodes) as client:
+            greedy = [client.submit(f"g{index}", prompt, GREEDY, **where) for index, prompt in enumerate(prompts)]
+            sampled = client.submit("drawn", prompts[0], drawn, **where)
+            client.wait()
+            assert [each.failed for each in (*greedy, sampled)] == [None] * 5
+            for prompt, result in zip(prompts, greedy, strict=True):
+                check_greedy(checkpoint.plain, prompt, result.output(), GREEDY.max_tokens)
+            outputs.append(sampled.output())
+            scheduler = nodes[0].process.logic.scheduler
+            counters = scheduler.spec_counters
+            assert scheduler.state.num_preemptions > 0 or "num_blocks" not in options
+    assert outputs[0] == outputs[1]
+    assert counters["spec_accepted_tokens"] < 0.3 * counters["spec_draft_tokens"]
+    assert counters["spec_draft_tokens"] > 20
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("mimo", marks=pytest.mark.slow)])
+def test_a_stream_that_moves_takes_what_its_head_keeps_along(family: str, tmp_path: Path) -> None:
+    model = knowing_mtp(tmp_path, family).served
+    nodes = [Node(node_options(role, model, speculative_config=guessing())) for role in ("prefill", "decode", "decode")]
+    prompt = [7 * place % SIZE for place in range(90)]
+    with client_of(nodes) as client:
+        result, moved = Trio(*nodes, client).move_one("walk", prompt, changed(GREEDY, max_tokens=300))
+        assert joined(result, moved) == walk(int(next_tokens()[prompt[-1]]), 300)
+        counts = nodes[2].process.logic.scheduler.spec_counters
+        assert counts["spec_accepted_tokens"] >= 0.8 * counts["spec_draft_tokens"] > 20, counts
+
+
+def test_adapters_and_log_probabilities_of_prompts_stay_what_they_are(tmp_path: Path) -> None:
+    checkpoint = random_mtp(tmp_path, "mimo")
+    adapter = tiny_adapter(tmp_path / "adapter", checkpoint.plain, seed=5)
+    ref = AdapterRef(str(adapter), read_adapter(str(adapter)).digest)
+    prompt, seen, drafted = random_prompt(50, seed=1), [], 0
+    for config in ("", guessing()):
+        lora = LoraOptions(enable_lora=True)
+        node = Node(node_options("unified", checkpoint.served, speculative_config=config, lora=lora, chunk=32))
+        with client_of([node]) as client:
+            adapted = client.submit("adapted", prompt, GREEDY, decode=node.info, adapter=ref)
+            plain = client.submit("plain", prompt, changed(GREEDY, num_prompt_logprobs=1), decode=node.info)
+            client.wait()
+            assert adapted.failed is plain.failed is None
+            seen.append((adapted.output(), plain.output()))
+        drafted = node.process.logic.scheduler.spec_counters.get("spec_draft_tokens", 0)
+    assert seen[0] == seen[1]
+    assert seen[0][0] != seen[0][1]
+    assert drafted > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_is_one_more_layer_and_part_of_the_identity(family: str, tmp_path: Path) -> None:
+    checkpoint = random_mtp(tmp_path, family)
+    plain, one, former = (
+        load(node_options("prefill", checkpoint.served, speculative_config=config))
+        for config in ("", guessing(), guessing(method="deepseek_mtp"))
+    )
+    assert len({loaded.identity.key() for loaded in (plain, one)}) == 2
+    assert former.identity.key() == one.identity.key()
+    assert one.layout.group.num_layers == plain.layout.group.num_layers + 1
+    assert one.layout.group.kind == plain.layout.group.kind == ("full" if family == "mimo" else "latent")
+    checkpoint.rewrite({f"{checkpoint.prefix}input_layernorm.weight": torch.ones(64)})
+    other = load(node_options("prefill", checkpoint.served, speculative_config=guessing()))
+    assert other.identity.key() != one.identity.key()
+
+
+# --- what is refused ----------------------------------------------------------------------------------------
+
+
+def refusal(checkpoint: MtpCheckpoint, model: ModelOptions | None = None, **options: object) -> str:
+    cached = {name: options.pop(name) for name in ("kv_cache_dtype",) if name in options}
+    asked = replace(node_options("unified", checkpoint.served, speculative_config=guessing(), **cached), **options)  # type: ignore[arg-type]
+    with pytest.raises((ConfigError, CheckpointError)) as caught:
+        load(asked if model is None else replace(asked, model=model))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("deepseek_v3", {"num_nextn_predict_layers": 0}, "is 0: the checkpoint has no layer that guesses"),
+        ("mimo", {"num_nextn_predict_layers": 0}, "is 0: the checkpoint has no layer that guesses"),
+        ("mimo", {"num_nextn_predict_layers": 2}, "2 layers that guess, of which each does one place"),
+        ("mimo", {"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers is '1'; repair the file"),
+        ("mimo", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "a sliding window"),
+    ],
+)
+def test_what_config_says_and_is_not_computed_is_refused(
+    family: str, changes: dict[str, object], says: str, tmp_path: Path
+) -> None:
+    checkpoint = random_mtp(tmp_path, family)
+    checkpoint.configure(**changes)
+    assert says in refusal(checkpoint)
+
+
+def test_models_without_such_a_layer_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"mtp is built for deepseek_v3 and mimo, this is llama: choose another"):
+        load(node_options("unified", DEMO, speculative_config=guessing()))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("deepseek_v3", {"compile": True}, "mtp doesn't go with --compile"),
+        ("mimo", {"tensor_parallel_size": 2}, "mtp runs on one GPU a node: leave --tensor-parallel-size out"),
+        ("mimo", {"kv_cache_dtype": "fp8_e4m3"}, "leave --kv-cache-dtype out"),
+    ],
+)
+def test_options_that_a_head_does_not_go_with_are_refused(
+    family: str, changes: dict[str, object], says: str, tmp_path: Path
+) -> None:
+    assert says in refusal(random_mtp(tmp_path, family), **changes)
+
+
+def test_transformers_modules_give_no_features(tmp_path: Path) -> None:
+    checkpoint = random_mtp(tmp_path, "deepseek_v3")
+    model = ModelOptions(str(checkpoint.plain), model_impl="transformers")
+    assert "hidden states of this model that transformers' modules don't give" in refusal(checkpoint, model)
+
+
+def test_quantised_mimo_is_refused_with_what_to_take(tmp_path: Path) -> None:
+    checkpoint = random_mtp(tmp_path / "plain", "mimo")
+    quantised, _ = quantised_folders(checkpoint.plain, tmp_path, "fp8_blocks")
+    served = replace(checkpoint, served=quantised)
+    served.configure(model_type="mimo", architectures=["MiMoForCausalLM"])
+    assert "not built for MiMo quantised by fp8: take the checkpoint of 16 bits" in refusal(served)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_without_or_with_a_torn_head_is_refused(family: str, tmp_path: Path) -> None:
+    checkpoint = random_mtp(tmp_path, family)
+    whole, prefix = checkpoint.tensors(), checkpoint.prefix
+    own = [name for name in whole if name.startswith(prefix)]
+    norm = f"{prefix}input_layernorm.weight"
+    for tensors, says in (
+        ({norm: None}, f"no shard holds {norm}"),
+        ({norm: torch.ones(32)}, f"{norm} has shape [32], config.json asks for [64]"),
+        ({norm: whole[norm], f"{prefix}extra": torch.ones(2)}, f"holds {prefix}extra"),
+        (dict.fromkeys([*own, f"{prefix}extra"]), f"no shard holds {prefix}*, the layer that guesses"),
+    ):
+        checkpoint.rewrite(tensors)
+        assert says in refusal(checkpoint)
