@@ -82,6 +82,10 @@ class Imposed(Speculator):
         self.num_plans += 1
         return guess_s
 
+    def stall_s_beside(self, num_streams: int) -> float:
+        """For how long the device waited lately behind a step of so many streams with drafts; 0.0: it had none."""
+        return self._gains[num_streams.bit_length()].stall_s
+
     def void_samples(self, samples: Sequence[SampleRow], token_ids: list[int]) -> set[int]:
         void: set[int] = set()
         for index, sample in enumerate(samples):
@@ -155,7 +159,7 @@ def main() -> None:
             engine.core.scheduler.speculator = guesser = Imposed(engine, num_drafts, args.chance)
             took_s, num_steps = decode(engine, streams, args.tokens)
             share = guesser.counters["spec_accepted_tokens"] / max(1, guesser.counters["spec_draft_tokens"])
-            host_ms, idle_ms = 1e3 * guesser.seconds / guesser.num_plans, 1e3 * engine.core.scheduler.pace.lead_s
+            host_ms, idle_ms = 1e3 * guesser.seconds / guesser.num_plans, 1e3 * guesser.stall_s_beside(streams)
             rest = f"{share:.2f}", f"{host_ms:.3f}", f"{idle_ms:.3f}"
             show(streams, num_drafts, args.tokens, took_s, plain_s, num_steps, *rest)
 

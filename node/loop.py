@@ -156,6 +156,10 @@ class NodeLoop:
         events = self._core.read()
         self._read = self._core.newest_read
         self._charge("device")
+        if self._core.device_waits:  # for the next step, so that comes before what the last one made is told
+            self._apply_effects()
+            self._core.launch(self._before_execution, self._look_at_step)
+            self._charge("launch")
         if events:
             self._logic.on_engine_events(events)
         return self._core.inflight

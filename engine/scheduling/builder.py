@@ -80,19 +80,28 @@ class StepBuilder:
                 connector = self._state.connector
                 connector.update_state_after_alloc(request, list(request.block_ids), row.num_external_tokens)
         else:
-            appended = range(request.num_table_blocks, len(request.block_ids))
-            self._block_appends += [BlockAppend(request.slot, i, request.block_ids[i]) for i in appended]
-            passed = range(request.num_table_passed, request.num_passed_blocks)
-            self._block_appends += [BlockAppend(request.slot, i, self._state.pool.null_block) for i in passed]
+            self._patch_table(request)
         request.num_table_blocks, request.num_table_passed = len(request.block_ids), request.num_passed_blocks
         wants_logprobs = request.needs_prompt_logprobs and start < request.num_prompt_tokens
         self._rows.append(ScheduledRow(request.slot, start, row.num_tokens, wants_logprobs))
-        self._rows += [ScheduledRow(request.slot, end + place, 1) for place in range(len(row.drafts))]
-        self._drafts += [-1, *row.drafts]
-        self._launched.row_requests += [request] * (1 + len(row.drafts))
+        self._drafts.append(-1)
+        self._launched.row_requests.append(request)
+        if row.drafts:
+            self._rows += [ScheduledRow(request.slot, end + place, 1) for place in range(len(row.drafts))]
+            self._drafts += row.drafts
+            self._launched.row_requests += [request] * len(row.drafts)
         request.newest_row_start = start
         request.num_computed_tokens = end  # what of the drafts is right is known when the step is read
         request.last_step = self._step_id
+
+    def _patch_table(self, request: Request) -> None:
+        """Brings the slot's block table up to date: most steps have nothing for most slots."""
+        if request.num_table_blocks < len(request.block_ids):
+            appended = range(request.num_table_blocks, len(request.block_ids))
+            self._block_appends += [BlockAppend(request.slot, i, request.block_ids[i]) for i in appended]
+        if request.num_table_passed < request.num_passed_blocks:
+            passed = range(request.num_table_passed, request.num_passed_blocks)
+            self._block_appends += [BlockAppend(request.slot, i, self._state.pool.null_block) for i in passed]
 
     def _enter_slot(self, request: Request) -> None:
         self._new_slots.append(

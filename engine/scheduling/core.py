@@ -60,11 +60,19 @@ class EngineCore:
             self.scheduler.pace.executed(output.num_tokens)
         self._events += self.scheduler.state.take_events()
         self._reads = bool(self._unread) and (len(self._unread) > 1 or output is None or not self._pipelined)
+        if not self._reads:
+            self._draw()
 
     @property
     def _is_undecided(self) -> bool:
         """Whether a launched step has to be read to know where its sequences stand."""
         return bool(self._unread) and self._unread[-1][0].has_drafts
+
+    @property
+    def device_waits(self) -> bool:
+        """Whether the last `read` took a step with drafts, so that the device has nothing to do until the next step."""
+        was_undecided = self.newest_read is not None and self.newest_read.has_drafts
+        return was_undecided and self._pipelined and not self._unread and self.scheduler.state.has_work()
 
     @property
     def device_is_busy(self) -> bool:

@@ -7,7 +7,9 @@ loses its row too. What is sure at once is block ownership: rows are planned onl
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from tandem.engine.blocks.reservations import Kind
 from tandem.engine.process.process_log import RateLimited
@@ -24,8 +26,7 @@ MAX_PASSED_BY = 256  # a guess
 ADAPTER_PATIENCE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
+class PlannedRow(msgspec.Struct, frozen=True, gc=False):
     """What one request computes in the planned step. The connector brings `num_external_tokens` beyond local hits."""
 
     num_tokens: int
@@ -56,7 +57,7 @@ class StepPlan:
 
     def put_drafts(self, request: Request, drafts: tuple[int, ...]) -> None:
         """Gives a decode row drafts. To be called last: nobody is preempted any more."""
-        self.rows[request] = replace(self.rows[request], drafts=drafts)
+        self.rows[request] = msgspec.structs.replace(self.rows[request], drafts=drafts)
         self.budget -= len(drafts)
 
     def _charge(self, row: PlannedRow, num_tokens: int) -> None:
@@ -176,7 +177,7 @@ class StepPlanner:
     # --- prompts, begun and waiting -------------------------------------------------------------------------
 
     def _plan_prompts(self, plan: StepPlan) -> None:
-        started = [r for r in self._queues.running if r.can_advance and not is_decoding(r)]
+        started = [r for r in self._queues.running if r not in plan.rows and r.can_advance and not is_decoding(r)]
         waiting = self._queues.waiting
         if plan.preempted or not waiting or not self._may_have_slot(waiting[0]):  # nor may any after it
             waiting = []

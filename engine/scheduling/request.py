@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from tandem.engine.contracts.hashing import EVERYBODYS, Secrecy
@@ -192,7 +193,7 @@ class Request:
     @property
     def num_launched_tokens(self) -> int:
         """Tokens that the device has once the launched steps have run."""
-        return self.num_tokens + self.num_in_flight
+        return self.num_prompt_tokens + len(self.output_token_ids) + self.num_in_flight
 
     @property
     def is_only_computed(self) -> bool:
@@ -253,8 +254,7 @@ class Request:
 # --- what the scheduler reports after a step ----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """A new token of one sample. `output_index` counts from the request's very first output (prior attempts too)."""
 
     request: Request

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import groupby
 
 import msgspec
 
@@ -110,8 +109,8 @@ class Scheduler:
         ended meanwhile are dropped."""
         launched = self._launched.pop(output.step_id)
         seconds = self.state.clock.completed(output.step_id)
-        if self.speculator is not None:
-            self.speculator.completed()
+        token_ids = result.token_ids.tolist()
+        void = self._judge(output, launched, token_ids if result.failure is None else [])
         self.work.observed(output, launched.num_prompt_tokens, seconds)
         if self.state.step_times.are_measured and launched.is_mixed:
             self.state.step_times.observed(output.num_tokens, seconds)
@@ -127,8 +126,6 @@ class Scheduler:
             if row.prompt_logprobs:
                 self._take_prompt_logprobs(request, row, result.prompt_logprobs.get(index, []))
         logprobs = result.logprobs or [None] * len(output.samples)
-        token_ids = result.token_ids.tolist()
-        void = self._judge(output, launched, token_ids) if output.has_drafts else frozenset[int]()
         sampled = zip(output.samples, launched.sampled, token_ids, logprobs, strict=True)
         for index, (sample, request, token_id, entry) in enumerate(sampled):
             if index in void:
@@ -140,13 +137,22 @@ class Scheduler:
         return self.state.take_events()
 
     def _judge(self, output: SchedulerOutput, launched: StepBookings, token_ids: list[int]) -> Collection[int]:
-        """Finds the samples that stand behind a wrong draft, and tells the guesser how its drafts fared."""
-        assert self.speculator is not None
-        void = void_samples(output.samples, token_ids)
-        drafted = [index for index, sample in enumerate(output.samples) if sample.draft >= 0]
-        for request, indices in groupby(drafted, key=launched.sampled.__getitem__):
-            own = list(indices)
-            self.speculator.learn(request, len(own), sum(index not in void for index in own))
+        """Finds the samples that stand behind a wrong draft, and tells the guesser how its drafts fared. `token_ids`
+        []: nothing was computed."""
+        if self.speculator is None:
+            return frozenset()
+        void: Collection[int] = frozenset()
+        num_accepted = 0
+        if output.has_drafts and token_ids:
+            void = void_samples(output.samples, token_ids)
+            fared: dict[Request, list[bool]] = {}
+            for index, sample in enumerate(output.samples):
+                if sample.draft >= 0:
+                    fared.setdefault(launched.sampled[index], []).append(index not in void)
+            for request, were_right in fared.items():
+                self.speculator.learn(request, len(were_right), sum(were_right))
+                num_accepted += sum(were_right)
+        self.speculator.completed(num_accepted)
         return void
 
     def _take_withheld(self) -> None:

@@ -155,7 +155,9 @@ def _plan(x_MK: torch.Tensor | RoundedRows, weight: QuantisedWeight, silu: bool)
     if values.stride(1) != 1 or values.stride(0) % 16:
         return None
     scales = weight.scales.dtype
-    return _chosen(len(values), weight.shape, weight.group, weight.bits, scales, x_MK.dtype, values.device, silu)
+    # torch's len() of a tensor is Python, and every product of a step launched layer by layer asks.
+    num_rows = values.shape[0]
+    return _chosen(num_rows, weight.shape, weight.group, weight.bits, scales, x_MK.dtype, values.device, silu)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -261,12 +263,14 @@ def _by_plan(
 
 def _takes_scaled(x_MK: torch.Tensor | RoundedRows, weight: QuantisedWeight) -> bool:
     """Whether fp8 products serve: prompts, on a GPU that has them, a scale an output, sizes that they take."""
-    device = weight.values.device
     if not is_fused(weight.values) or weight.bits != 8 or weight.group or x_MK.dtype != torch.bfloat16:
         return False
-    if x_MK.shape[0] < LEAST_SCALED_ROWS or not _may_scale(weight.shape):
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9) and _scaled_is_right(device)
+    return x_MK.shape[0] >= LEAST_SCALED_ROWS and _has_scaled(weight.shape, weight.values.device)
+
+
+@functools.cache
+def _has_scaled(shape: tuple[int, int], device: torch.device) -> bool:
+    return _may_scale(shape) and torch.cuda.get_device_capability(device) >= (8, 9) and _scaled_is_right(device)
 
 
 def _may_scale(shape: tuple[int, int]) -> bool:

@@ -5,7 +5,7 @@ N outputs, K inputs, G groups of inputs with a scale each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -25,15 +25,15 @@ class QuantisedWeight:
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
     group: int = 0
+    shape: tuple[int, int] = field(init=False)  # (N, K); every product asks for it
+
+    def __post_init__(self) -> None:
+        shape = self.values.shape[0], self.values.shape[1] * (1 if self.zeros is None else 2)
+        object.__setattr__(self, "shape", shape)
 
     @property
     def bits(self) -> int:
         return 8 if self.zeros is None else 4
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self.values.shape[0], self.values.shape[1] * (1 if self.zeros is None else 2)
 
     @property
     def words(self) -> torch.Tensor:

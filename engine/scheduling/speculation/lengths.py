@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 FIRST_CHANCE = 0.6  # that a draft is right of a sequence that has had none; a guess
 LEARNED = 1 / 8  # the share of what is known of a sequence that one more draft replaces; a guess
@@ -12,36 +12,19 @@ LEARNED = 1 / 8  # the share of what is known of a sequence that one more draft 
 FORGOTTEN = 1 / 64
 # Where no step has been measured: rows up to so many cost nothing, and a draft must be right so often. Guesses.
 FREE_ROWS, LEAST_CHANCE = 64, 0.2
-# By so much drafts must promise to be faster, since what is expected of them is learned while they are had. A guess: 64
-# streams whose drafts promised to pay were up to 7 % slower by them (docs/measurements.md#an-eagle-head).
-LEAST_GAIN = 1.05
-
-# The weight of the newest turn in what is known of how long they take, and the share of the way back to what was
-# expected that each step without drafts goes for those with some: so they are tried again. Guesses.
-NEWEST_TURN, TURN_FORGOTTEN = 1 / 16, 1 / 4096
-MOST_SLOWNESS = 3.0  # most that one turn counts: beyond it something else took the time; a guess
 
 
-class TurnLengths:
-    """How much longer turns of the step loop take than expected. What steps take was measured alone; serving adds to
-    it, and more to steps with drafts: their host reads every row before the next step can be decided."""
+class Costs(NamedTuple):
+    """What a turn of the step loop takes, in seconds."""
 
-    def __init__(self) -> None:
-        self._with_drafts = self._without = 1.0
+    plain_s: float  # without drafts
+    step_s: Callable[[int], float]  # a step of so many tokens, alone
+    stall_s: float  # for which the device waits for the host behind a step with drafts
+    guess_s: float  # for each token of the longest guess, of however many sequences, before the step
 
-    @property
-    def slowness(self) -> float:
-        """The factor by which turns with drafts take longer, beside others, than they were expected to; 1 at least."""
-        return max(1.0, self._with_drafts / self._without)
-
-    def learn(self, has_drafts: bool, expected_s: float, seconds: float) -> None:
-        """Takes in a turn: from the results of the step before to those of this one."""
-        ratio = min(MOST_SLOWNESS, seconds / expected_s)
-        if has_drafts:
-            self._with_drafts += NEWEST_TURN * (ratio - self._with_drafts)
-        else:
-            self._without += NEWEST_TURN * (ratio - self._without)
-            self._with_drafts += TURN_FORGOTTEN * (self._without - self._with_drafts)
+    def of_step(self, num_tokens: int, num_guesses: int) -> float:
+        """What the device has to do."""
+        return self.step_s(num_tokens) + num_guesses * self.guess_s
 
 
 class Acceptance:
@@ -57,8 +40,9 @@ class Acceptance:
         for index in range(min(num_drafts, num_accepted + 1)):
             self.chance += LEARNED * ((index < num_accepted) - self.chance)
 
-    def forget(self) -> None:
-        self.chance += FORGOTTEN * (FIRST_CHANCE - self.chance)
+    def forget(self, num_steps: int = 1) -> None:
+        """Takes in so many steps without drafts."""
+        self.chance = FIRST_CHANCE + (1 - FORGOTTEN) ** num_steps * (self.chance - FIRST_CHANCE)
 
 
 def num_worthwhile(
@@ -66,41 +50,30 @@ def num_worthwhile(
     num_tokens: int,
     num_streams: int,
     most: int,
-    seconds_of: Callable[[int], float] | None,
-    stall_s: float,
-    guess_s: float = 0.0,
-    slowness: float = 1.0,
+    costs: Costs | None,
 ) -> list[int]:
     """How many of each sequence's drafts a step should have beside its `num_tokens` tokens, `most` in all.
 
     `chances[i][j]`: that draft j of sequence i is right and all before it, never rising with j. `num_streams`: tokens
-    that the step yields without drafts. `seconds_of`: what a step of so many tokens takes, None: not known. `stall_s`:
-    what the host takes for a step. Behind a step with drafts the device waits for it; other steps are launched ahead,
-    but no more often than the host makes one. `guess_s`: what it takes before the step to guess one more token, of
-    however many sequences. `slowness`: by which factor steps with drafts take longer than all that says.
+    that the step yields without drafts. `costs` None: not known.
     """
-    heap = [(-row[0], index, 0) for index, row in enumerate(chances) if row]
-    heapq.heapify(heap)
-    order: list[int] = []  # whose draft comes next, the likeliest first
+    # The likeliest first, and so each sequence's in their order.
+    drafts = sorted(
+        [(-chance, index, place) for index, row in enumerate(chances) for place, chance in enumerate(row, 1)]
+    )
     best, expected, deepest = 0, float(num_streams), 0
-    best_rate = 0.0 if seconds_of is None else LEAST_GAIN * expected / max(seconds_of(num_tokens), stall_s)
-    while heap and len(order) < most:
-        chance, index, place = -heap[0][0], heap[0][1], heap[0][2] + 1
-        order.append(index)
-        expected, deepest = expected + chance, max(deepest, place)
-        if place < len(chances[index]):
-            heapq.heapreplace(heap, (-chances[index][place], index, place))
-        else:
-            heapq.heappop(heap)
-        if seconds_of is None:
-            if chance < LEAST_CHANCE or num_tokens + len(order) > FREE_ROWS:
+    best_rate = 0.0 if costs is None else expected / costs.plain_s
+    for num, (chance, _, place) in enumerate(drafts[:most], 1):
+        expected, deepest = expected - chance, max(deepest, place)
+        if costs is None:
+            if -chance < LEAST_CHANCE or num_tokens + num > FREE_ROWS:
                 break
-            best = len(order)
+            best = num
         else:
-            rate = expected / (slowness * (seconds_of(num_tokens + len(order)) + stall_s + deepest * guess_s))
+            rate = expected / (costs.of_step(num_tokens + num, deepest) + costs.stall_s)
             if rate > best_rate:
-                best, best_rate = len(order), rate
+                best, best_rate = num, rate
     counts = [0] * len(chances)
-    for index in order[:best]:
+    for _, index, _ in drafts[:best]:
         counts[index] += 1
     return counts

@@ -7,14 +7,15 @@ for that token, too.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.planner import StepPlan
 from tandem.engine.scheduling.request import Request
-from tandem.engine.scheduling.speculation.lengths import Acceptance, TurnLengths, num_worthwhile
+from tandem.engine.scheduling.speculation.gains import Gain
+from tandem.engine.scheduling.speculation.lengths import Acceptance, Costs, num_worthwhile
 
 
 class Guesser(Protocol):
@@ -37,6 +38,17 @@ class Guesser(Protocol):
         """Forgets all requests but these."""
 
 
+class Turn(NamedTuple):
+    """A step that was planned, none of whose rows begins something, and what is to be learned from its turn."""
+
+    gain: Gain
+    may_draft: bool
+    num_streams: int
+    step_s: float  # what it takes without its drafts, alone
+    device_s: float = 0.0  # what the device does with them; 0.0: it has none, or they stand behind tokens in flight
+    is_usual: bool = True
+
+
 class Speculator:
     """The drafts of one scheduler. `counters` count sequences that had drafts in a step, their drafts, and those that
     were right, all together and of each place."""
@@ -46,11 +58,15 @@ class Speculator:
         next is decided."""
         self._guesser, self._state, self._stall_s = guesser, state, stall_s
         self._acceptances: dict[Request, Acceptance] = {}
-        self._turns, self._completed_at = TurnLengths(), 0.0
-        # Of each launched step: whether it has drafts, and the seconds that its turn should take; None: not known.
-        self._expected: deque[tuple[bool, float] | None] = deque()
+        self._gains: defaultdict[int, Gain] = defaultdict(
+            Gain
+        )  # by the number of streams, from one power of two to the next
+        self._turns: deque[Turn | None] = deque()  # of launched steps that are not read; None: it tells nothing
+        self._newest_read: Turn | None = None
+        self._completed_at = 0.0
         self.counters = {"spec_drafts": 0, "spec_draft_tokens": 0, "spec_accepted_tokens": 0}
-        self.counters |= {f"spec_accepted_at_{place}": 0 for place in range(guesser.num_speculative_tokens)}
+        self._accepted_at = [f"spec_accepted_at_{place}" for place in range(guesser.num_speculative_tokens)]
+        self.counters |= dict.fromkeys(self._accepted_at, 0)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -60,18 +76,34 @@ class Speculator:
         """Puts drafts into rows of the plan, as many as pay. They take no block: beyond its last one a sequence has
         none. Returns the seconds for which the device guessed."""
         self._forget_ended()
-        self._expected.append(None)
-        if plan.preempted:
-            return 0.0
+        self._turns.append(None)
         streams = [request for request, row in plan.rows.items() if not row.is_prompt]
-        could = {request: self._num_possible(request) for request in streams if not plan.rows[request].is_new}
-        chances = [self._chances(request, most) for request, most in could.items()]
+        if plan.preempted or not streams:
+            return 0.0
         num_tokens = sum(row.num_tokens for row in plan.rows.values())
         times = self._state.step_times
-        seconds_of = times.seconds if times.are_measured else None
-        costs = self._stall_s(), self._guesser.seconds(sum(map(bool, chances)))
-        slowness = self._turns.slowness
-        counts = num_worthwhile(chances, num_tokens, len(streams), plan.budget, seconds_of, *costs, slowness)
+        if not times.are_measured:
+            return self._draft(plan, streams, num_tokens, None)[0]
+        gain, step_s = self._gains[len(streams).bit_length()], times.seconds(num_tokens)
+        may_draft, num_without = gain.begin_step(self._stall_s())
+        turn, guess_s = Turn(gain, may_draft, len(streams), step_s), 0.0
+        if may_draft:
+            for acceptance in self._acceptances.values() if num_without else ():
+                acceptance.forget(num_without)
+            costs = Costs(gain.plain_s(step_s), times.seconds, gain.stall_s, self._guesser.seconds(len(streams)))
+            guess_s, is_usual = self._draft(plan, streams, num_tokens, costs)
+            turn = turn._replace(is_usual=is_usual, device_s=_device_s(plan, num_tokens, costs))
+        if not any(row.is_prompt or row.is_new for row in plan.rows.values()):
+            self._turns[-1] = turn
+        return guess_s
+
+    def _draft(
+        self, plan: StepPlan, streams: Sequence[Request], num_tokens: int, costs: Costs | None
+    ) -> tuple[float, bool]:
+        """Returns the seconds for which the device guessed, and whether it was ready for all of whom it was asked."""
+        could = {request: self._num_possible(request) for request in streams if not plan.rows[request].is_new}
+        chances = [self._chances(request, most) for request, most in could.items()]
+        counts = num_worthwhile(chances, num_tokens, len(streams), plan.budget, costs)
         wanted = {request: count for request, count in zip(could, counts, strict=True) if count}
         began = self._state.clock.now()
         guessed = self._guess(wanted)
@@ -80,26 +112,36 @@ class Speculator:
                 plan.put_drafts(request, drafts)
             elif request in self._acceptances:
                 self._acceptances[request].forget()
-        if seconds_of is not None:
-            self._expected[-1] = _expected(plan, num_tokens, seconds_of, *costs)
-        return self._state.clock.now() - began
+        return self._state.clock.now() - began, len(guessed) == len(wanted)
 
-    def completed(self) -> None:
-        """Hears that the results of the oldest step are there whose plan it was given."""
-        expected, now = self._expected.popleft(), self._state.clock.now()
-        if expected is not None:
-            self._turns.learn(*expected, now - self._completed_at)
-        self._completed_at = now
+    def completed(self, num_accepted: int) -> None:
+        """Hears that the results of the oldest step are there whose plan it was given, and how many of its drafts were
+        right."""
+        turn, before, now = self._turns.popleft(), self._newest_read, self._state.clock.now()
+        seconds, self._completed_at, self._newest_read = now - self._completed_at, now, turn
+        if turn is None:
+            return
+        if turn.may_draft:
+            turn.gain.learn(1 + num_accepted / turn.num_streams, turn.step_s, seconds, turn.is_usual)
+            if turn.device_s:
+                turn.gain.learn_stall(seconds - turn.device_s)
+            return
+        beside = (before, *self._turns)
+        drafting = next((each.gain for each in beside if each is not None and each.may_draft), None)
+        if drafting is not None:  # guesses, or a device that waits behind them, took time of this turn, too
+            drafting.learn(1.0, turn.step_s, seconds, is_usual=False)
+        elif None not in beside:
+            turn.gain.learn_plain(turn.step_s, seconds)
 
     def learn(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Takes in what became of a sequence's drafts."""
         self.counters["spec_drafts"] += 1
         self.counters["spec_draft_tokens"] += num_drafts
         self.counters["spec_accepted_tokens"] += num_accepted
-        for place in range(num_accepted):
-            self.counters[f"spec_accepted_at_{place}"] += 1
-        if request in self._acceptances:
-            self._acceptances[request].learn(num_drafts, num_accepted)
+        for name in self._accepted_at[:num_accepted]:
+            self.counters[name] += 1
+        if acceptance := self._acceptances.get(request):
+            acceptance.learn(num_drafts, num_accepted)
 
     def _num_possible(self, request: Request) -> int:
         """How many drafts a row of `request` may have: what it may compute and keep, within its blocks."""
@@ -109,7 +151,8 @@ class Speculator:
         room = min(self.num_speculative_tokens, last - request.num_launched_tokens)
         if room <= 0:
             return 0
-        self._acceptances.setdefault(request, Acceptance())
+        if request not in self._acceptances:
+            self._acceptances[request] = Acceptance()
         return max(0, self._guesser.could_guess(request, request.num_in_flight + room) - request.num_in_flight)
 
     def _guess(self, wanted: Mapping[Request, int]) -> dict[Request, tuple[int, ...]]:
@@ -134,16 +177,10 @@ class Speculator:
             self._guesser.keep(running)
 
 
-def _expected(
-    plan: StepPlan, num_tokens: int, seconds_of: Callable[[int], float], stall_s: float, guess_s: float
-) -> tuple[bool, float] | None:
-    """Whether the step has drafts, and the seconds from the results of the one before to its own. None: it begins
-    something, or its drafts stand behind tokens in flight, so that its turn is not like those that follow."""
-    if any(row.is_prompt or row.is_new for row in plan.rows.values()):
-        return None
+def _device_s(plan: StepPlan, num_tokens: int, costs: Costs) -> float:
+    """What the device has to do for a step, and 0.0 where its turn is not like those that follow: it has no drafts, or
+    they stand behind tokens in flight."""
     drafts = [len(row.drafts) for row in plan.rows.values()]
-    if not any(drafts):
-        return False, max(seconds_of(num_tokens), stall_s)
-    if any(request.num_in_flight for request in plan.rows):
-        return None
-    return True, seconds_of(num_tokens + sum(drafts)) + stall_s + max(drafts) * guess_s
+    if not any(drafts) or any(request.num_in_flight for request in plan.rows):
+        return 0.0
+    return costs.of_step(num_tokens + sum(drafts), max(drafts))

@@ -21,7 +21,7 @@ class OneStep:
     def __init__(self, log: list[str], num_polls: int) -> None:
         self.log, self.polls_left = log, num_polls
         self.inflight = False
-        self.newest_read = None
+        self.newest_read, self.device_waits = None, False
 
     @property
     def device_is_busy(self) -> bool:
@@ -121,6 +121,42 @@ def test_what_is_not_urgent_waits_and_is_not_overtaken() -> None:
 def test_a_loop_that_is_not_told_what_is_urgent_serves_nothing_meanwhile() -> None:
     log = run(["urgent 1"], num_polls=1, serves=False)
     assert log[:5] == ["scheduled", "sent claim", "launched", "read", "urgent 1"]
+
+
+class Undecided(OneStep):
+    """The same behind whose step the device waits for one more."""
+
+    def read(self) -> list:
+        super().read()
+        self.device_waits = True
+        return ["a token"]
+
+    def launch(self, *hooks) -> None:
+        super().launch(*hooks)
+        self.device_waits = False
+
+
+class Telling(Logic):
+    def on_engine_events(self, events) -> None:
+        self.log += [f"told {event}" for event in events]
+
+
+def test_a_step_that_had_to_wait_is_launched_before_the_last_ones_tokens_are_told() -> None:
+    log: list[str] = []
+    core = Undecided(log, num_polls=1)
+    loop = make_loop(Telling(log), core, Sender(log), apply_effects=lambda: log.append("effects"))
+    core.polls_left = 1
+    launch = core.launch
+
+    def launch_last(*hooks) -> None:
+        launch(*hooks)
+        core.polls_left = 0
+        loop.begin_drain()
+
+    core.launch = launch_last  # type: ignore[method-assign]
+    loop.run()
+    log = log[log.index("read") :]
+    assert log[: log.index("told a token")] == ["read", "effects", "scheduled", "effects", "launched"]
 
 
 class Reacting(Sender):

@@ -54,6 +54,26 @@ def test_without_pipelining_each_step_is_read_at_once() -> None:
     ]
 
 
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_the_device_waits_behind_a_step_with_drafts_until_the_next_is_launched(pipelined: bool) -> None:
+    harness = Harness(pipelined=pipelined, speculates=True)
+    harness.add("a", [1, 2, 3], max_tokens=30)
+    core, waited = harness.core, 0
+    while core.has_work():
+        harness.step()
+        if core.device_waits:
+            assert core.newest_read is not None
+            assert core.newest_read.has_drafts
+            assert not core.inflight
+            core.launch()
+            assert core.inflight
+            assert not core.device_waits
+            waited += 1
+    assert (waited > 3) == pipelined
+    harness.assert_output("a")
+    harness.assert_empty()
+
+
 def test_a_token_comes_one_step_after_its_launch() -> None:
     harness = Harness()
     harness.add("a", [1, 2], max_tokens=3)
