@@ -212,8 +212,9 @@ FIELDS: dict[str, type[_Llama | _Mistral | _Qwen2 | _Experts | _Deepseek]] = {
 
 class MixtureConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Layers' MLPs that are mixtures of experts: `width` columns each, of which a token takes the best `top_k`, and
-    `shared` more that all tokens take. How they are chosen: kernels/experts/plans.py, Routing; `has_bias`: checkpoints
-    have one for it, and `exact_scores`: scores are made in fp32."""
+    `shared_width` columns more that all tokens take, of experts that they share. How they are chosen:
+    kernels/experts/plans.py, Routing; `has_bias`: checkpoints have one for it, and `exact_scores`: scores are made in
+    fp32."""
 
     num_experts: int
     top_k: int
@@ -226,7 +227,7 @@ class MixtureConfig(msgspec.Struct, frozen=True, kw_only=True):
     factor: float = 1.0
     has_bias: bool = False
     exact_scores: bool = False
-    shared: int = 0
+    shared_width: int = 0
     dense_layers: tuple[int, ...] = ()  # these have an MLP of `intermediate_size` instead
     held: tuple[int, int] | None = None  # the first expert of this rank, and the one after its last; None: all are its
 
@@ -234,6 +235,11 @@ class MixtureConfig(msgspec.Struct, frozen=True, kw_only=True):
     def own(self) -> range:
         """The experts whose weights are here."""
         return range(*(self.held or (0, self.num_experts)))
+
+    @property
+    def num_folded(self) -> int:
+        """How many experts as wide as the others the shared columns make; 0: no whole number, or there are none."""
+        return 0 if self.shared_width % self.width else self.shared_width // self.width
 
 
 class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -466,7 +472,7 @@ def _deepseek_mixture(fields: _DeepseekV2 | _DeepseekV3) -> MixtureConfig | None
         factor=fields.routed_scaling_factor,
         has_bias=is_v3,
         exact_scores=True,
-        shared=fields.n_shared_experts,
+        shared_width=fields.n_shared_experts * fields.moe_intermediate_size,
         dense_layers=tuple(range(dense)),
     )
 

@@ -78,7 +78,8 @@ def check_shares(folder: Path, options: ModelOptions, shard: Shard) -> int:
     config, size = load_config(folder, options), shard.size
     if isinstance(config, ModelConfig):
         own, how = shard.config(config), config.quantisation
-        widths = [own.intermediate_size] if own.mixture is None else [own.intermediate_size, own.mixture.width]
+        mixture = own.mixture
+        widths = (own.intermediate_size, *(() if mixture is None else (mixture.width, mixture.shared_width)))
         for inputs in (own.attended_size, *widths):
             if how is not None and size > 1 and inputs % how.least_inputs:
                 raise ConfigError(

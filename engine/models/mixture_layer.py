@@ -12,6 +12,7 @@ from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_config import MixtureConfig
 from tandem.engine.contracts.weights.quantisation import Quantisation
 from tandem.engine.models.layers.basic import Linear
+from tandem.engine.models.layers.mlp import MLP
 from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.experts.mixture import Stack, add_mixture, mixture, takes_few
@@ -37,7 +38,7 @@ class StackedExperts(nn.Module):
 
     def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
         super().__init__()
-        num_experts = len(config.own) + config.shared
+        num_experts = len(config.own) + config.num_folded
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * config.width, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, config.width))
 
@@ -80,16 +81,6 @@ class ExpertScores(nn.Module):
         self.e_score_correction_bias = bias
 
 
-class SharedExperts(nn.Module):
-    """The experts that every token takes, as checkpoints have them: one MLP as wide as all together. It computes
-    nothing: its matrices go among those of the others."""
-
-    def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
-        super().__init__()
-        self.gate_up_proj = Linear(hidden_size, 2 * config.shared * config.width, bias=False)
-        self.down_proj = Linear(config.shared * config.width, hidden_size, bias=False)
-
-
 class MixtureOfExperts(nn.Module):
     """A layer's mixture: each token goes to its best experts by the router's scores, and to those shared."""
 
@@ -97,21 +88,21 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.gate = ExpertScores(hidden_size, config)
         self.experts = StackedExperts(hidden_size, config)
-        self.shared_experts = SharedExperts(hidden_size, config) if config.shared else None
+        self.shared_experts = MLP(hidden_size, config.shared_width) if config.shared_width else None
         self.routing = Routing(
             config.top_k, renormalises=config.renormalises, scores=config.scores, groups=config.groups,
             kept_groups=config.kept_groups, by_pairs=config.by_pairs, factor=config.factor, held=config.held,
-            shared=config.shared,
+            shared=config.num_folded,
         )  # fmt: skip
         self._has_exact_scores = config.exact_scores
         self._counts_X: torch.Tensor | None = None
 
     def fold_shared(self) -> None:
         """Puts the shared experts' matrices behind the others', once both are filled. An MLP is the sum of what its
-        columns make, so it is cut into experts as wide as the others. Raises ConfigError where they are stored unlike
-        the others."""
+        columns make, so it is cut into experts as wide as the others; a rank's columns that make no whole number of
+        them stay an MLP. Raises ConfigError where they are stored unlike the others."""
         own, stacks, count = self.shared_experts, self.experts, self.routing.shared
-        if own is None:
+        if own is None or not count:
             return
         width = own.down_proj.in_features // count
         for number in range(count):
@@ -141,7 +132,8 @@ class MixtureOfExperts(nn.Module):
         product = exact_logits if self._has_exact_scores else linear
         ids_Tk, weights_Tk = self._chosen(product(x_TE, self.gate.weight))
         experts, num_experts = self.experts, len(self.gate.weight) + self.routing.shared
-        return mixture(x_TE, ids_Tk, weights_Tk, experts.gate_up_proj, experts.down_proj, num_experts=num_experts)
+        out_TE = mixture(x_TE, ids_Tk, weights_Tk, experts.gate_up_proj, experts.down_proj, num_experts=num_experts)
+        return out_TE if self.shared_experts is None else out_TE.add_(self.shared_experts(x_TE))
 
     def forward_few_rows(self, residual_RE: torch.Tensor, gain_E: torch.Tensor, eps: float) -> None:
         """residual += mixture of the normalised residual, in four launches."""
@@ -152,7 +144,8 @@ class MixtureOfExperts(nn.Module):
 
     def few_rows_products(self) -> tuple[tuple[int, int], ...]:
         """(outputs, inputs) of `forward_few_rows`'s product that isn't over experts; none if it can't be called."""
-        if not takes_few(self.gate.weight[:1], self.routing.num_ids, self.experts.gate_up_proj, self.experts.down_proj):
+        stacks = self.experts.gate_up_proj, self.experts.down_proj
+        if self.shared_experts is not None or not takes_few(self.gate.weight[:1], self.routing.num_ids, *stacks):
             return ()
         num_experts, hidden_size = self.gate.weight.shape
         return ((num_experts, hidden_size),)

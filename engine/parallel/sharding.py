@@ -1,8 +1,9 @@
 """Which part of a model a rank of a tensor-parallel node holds. No torch.
 
 Query heads, MLP columns (of every expert, too) and vocabulary rows of the output matrix are shared out in equal runs;
-instead of experts' columns whole experts, where that is asked for, in runs that may differ by one. KV heads too; when
-there are fewer than ranks, neighbouring ranks hold copies of the same head. Each layer's output and down projections
+instead of experts' columns whole experts, where that is asked for, in runs that may differ by one (but columns of those
+that every token takes, since a rank that had them would be waited for). KV heads too; when there are fewer than ranks,
+neighbouring ranks hold copies of the same head. Each layer's output and down projections
 are cut along their inputs, so their products are parts of a sum over ranks (Megatron-LM, arXiv 1909.08053), as are
 those of some experts. Embedding, norms and routers are whole everywhere.
 """
@@ -35,7 +36,7 @@ class Shard:
 
     rank: int
     size: int
-    expert_parallel: bool = False  # experts are shared out whole
+    expert_parallel: bool = False  # experts are shared out whole, but those that all tokens take
 
     def config(self, config: ModelConfig) -> ModelConfig:
         """The model that this rank computes: its heads and MLP columns. Raises ConfigError when shares are unequal."""
@@ -51,9 +52,10 @@ class Shard:
         )
 
     def _own_experts(self, mixture: MixtureConfig) -> MixtureConfig:
+        own = msgspec.structs.replace(mixture, shared_width=mixture.shared_width // self.size)
         if self.expert_parallel:
-            return msgspec.structs.replace(mixture, held=self.experts(mixture.num_experts))
-        return msgspec.structs.replace(mixture, width=mixture.width // self.size)
+            return msgspec.structs.replace(own, held=self.experts(mixture.num_experts))
+        return msgspec.structs.replace(own, width=mixture.width // self.size)
 
     def experts(self, num_experts: int) -> tuple[int, int]:
         """The first expert of this rank and the one after its last, where experts are shared out whole."""
@@ -108,8 +110,8 @@ class Shard:
             shared_out["MLP columns"] = config.intermediate_size
         if mixture is not None and not self.expert_parallel:
             shared_out["columns of an expert (--enable-expert-parallel shares out whole experts)"] = mixture.width
-        if self.expert_parallel and mixture is not None and mixture.shared:
-            raise ConfigError("--enable-expert-parallel: the model has experts that all tokens share; leave it out")
+        elif mixture is not None:
+            shared_out["columns of experts that all tokens share"] = mixture.shared_width
         if self.expert_parallel and (mixture is None or mixture.num_experts < self.size):
             what = "no" if mixture is None else f"only {mixture.num_experts}"
             raise ConfigError(
@@ -117,7 +119,9 @@ class Shard:
             )
         for what, count in shared_out.items():
             if count % self.size:
-                raise ConfigError(f"--tensor-parallel-size {self.size} does not divide the model's {count} {what}")
+                raise ConfigError(
+                    f"--tensor-parallel-size {self.size} does not divide the model's {count} {what}; take one that does"
+                )
         kv_heads = config.num_kv_heads
         if kv_heads % self.size and self.size % kv_heads:
             raise ConfigError(
@@ -129,5 +133,5 @@ class Shard:
 def _mlp_width(name: str, config: ModelConfig) -> int:
     """Columns of the MLP that the stored tensor `name` belongs to."""
     if config.mixture is not None and ".shared_experts." in name:
-        return config.mixture.shared * config.mixture.width
+        return config.mixture.shared_width
     return config.mixture.width if config.mixture is not None and ".experts." in name else config.intermediate_size

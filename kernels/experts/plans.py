@@ -27,7 +27,7 @@ class Routing:
     are chosen from (DeepSeek-V2, V3: arXiv 2405.04434, 2412.19437), by their best expert or, `by_pairs`, by the sum
     of their two best. `factor`: weights are multiplied by it at last. `held`: the first of the experts that are here,
     and the one after the last (None: all); their ids count from the first, and others are NOT_HERE. `shared`: so many
-    more experts, which lie behind all others, go with every token's choice, each with a weight of 1.
+    more experts, which lie behind all others that are here, go with every token's choice, each with a weight of 1.
     """
 
     top_k: int

@@ -35,13 +35,11 @@ def route(
     if tally is not None:
         chosen = ids[tally.slots_T >= 0].flatten()
         tally.counts_X.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))
-    if routing.held is not None:
-        first, end = routing.held
-        ids = torch.where((ids >= first) & (ids < end), ids - first, NOT_HERE)
+    first, end = routing.held or (0, logits.shape[1])
+    ids = torch.where((ids >= first) & (ids < end), ids - first, NOT_HERE)
     weights = weights * routing.factor
     if routing.shared:
-        assert routing.held is None, "shared experts are on every rank, or on one"
-        others = torch.arange(logits.shape[1], logits.shape[1] + routing.shared, device=ids.device)
+        others = torch.arange(end - first, end - first + routing.shared, device=ids.device)
         ids = torch.cat((ids, others.expand(len(ids), -1)), dim=1)
         weights = torch.cat((weights, weights.new_ones(len(ids), routing.shared)), dim=1)
     return ids.int(), weights

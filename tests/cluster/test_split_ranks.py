@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from node_child import NodeChild
 from split_pair import GREEDY, SAMPLED, changed
+from tiny_hf_models import tiny_hf_model
 
 from in_process_cluster import Client, Node, node_options
 from tandem.engine.contracts.sampling_params import SamplingParams
@@ -118,24 +120,33 @@ def test_a_prefix_is_pulled_from_another_number_of_ranks(nodes: Nodes, here: int
     check_greedy(tiny_model(MODEL), prompt, result.output(), 16)
 
 
-def figures_after_a_long_prompt(node: NodeInfo) -> dict[str, float]:
+def figures_after_a_long_prompt(node: NodeInfo, folder: Path) -> dict[str, float]:
     """A node's, once enough of its tokens have chosen experts for them to say how evenly."""
     client, prompt = Client(node), random_prompt(400, seed=9)
     try:
         result = client.submit("long", prompt, changed(GREEDY, max_tokens=8), decode=node)
         client.wait()
-        check_greedy(tiny_model("qwen3_moe"), prompt, result.output(), 8)
+        check_greedy(folder, prompt, result.output(), 8)
         client.until(lambda: "expert_imbalance" in client.statuses[node.node_id].counters)
         return dict(client.statuses[node.node_id].counters)
     finally:
         client.close()
 
 
-@pytest.mark.parametrize("shared", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
-def test_whole_experts_on_ranks_beside_all_on_one(shared: str) -> None:
-    """Of the role `shared` two ranks with half of the experts each; the other node has all."""
-    folder = tiny_model("qwen3_moe")
-    child = NodeChild((shared,), "shm", num_ranks=2, model="qwen3_moe", enable_expert_parallel=True)
+@pytest.mark.parametrize(
+    ("kind", "shared"),
+    [
+        ("qwen3_moe", "decode"),
+        ("deepseek_v2", "prefill"),
+        pytest.param("deepseek_v3", "decode", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "prefill", marks=pytest.mark.slow),
+    ],
+)
+def test_whole_experts_on_ranks_beside_all_on_one(kind: str, shared: str) -> None:
+    """Of the role `shared` two ranks with half of the experts each, and half of the columns of those that all tokens
+    take (DeepSeek); the other node has all."""
+    folder = tiny_hf_model(kind) if kind.startswith("deepseek") else tiny_model(kind)
+    child = NodeChild((shared,), "shm", num_ranks=2, model=str(folder), enable_expert_parallel=True)
     one = Node(node_options("prefill" if shared == "decode" else "decode", folder, transport="shm", chunk=64))
     infos = {info.role: info for info in (one.info, *child.infos)}
     try:
@@ -143,7 +154,7 @@ def test_whole_experts_on_ranks_beside_all_on_one(shared: str) -> None:
         for length, tokens in zip(LENGTHS, outputs, strict=True):
             check_greedy(folder, random_prompt(length, length), tokens, 16)
         if shared == "decode":
-            figures = figures_after_a_long_prompt(infos["decode"])
+            figures = figures_after_a_long_prompt(infos["decode"], folder)
             assert 1 < figures["expert_rank_imbalance"] < figures["expert_imbalance"] < 6
     finally:
         one.stop()

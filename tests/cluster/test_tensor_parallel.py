@@ -62,16 +62,23 @@ def test_two_ranks_make_the_tokens_of_one(kind: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["glm4_moe", "deepseek_v2", *(pytest.param(each, marks=pytest.mark.slow) for each in RARER)]
+    ("family", "sizes"),
+    [
+        ("glm4_moe", (2,)),
+        ("deepseek_v2", (2, -2)),
+        ("deepseek_v3", (-2,)),
+        *(pytest.param(each, (2,), marks=pytest.mark.slow) for each in RARER),
+    ],
 )
-def test_two_ranks_make_the_tokens_of_transformers(family: str) -> None:
-    """Of models that run by its modules, and of DeepSeek, whose latents are whole on every rank."""
+def test_two_ranks_make_the_tokens_of_transformers(family: str, sizes: tuple[int, ...]) -> None:
+    """Of models that run by its modules, and of DeepSeek, whose latents are whole on every rank: shares of experts, or
+    whole ones beside a share of those that all tokens take."""
     prompts = {f"g{length}": random_prompt(length, length) for length in LENGTHS[1:]}
     asked = [{"name": name, "prompt": prompt, "max_tokens": NUM_TOKENS} for name, prompt in prompts.items()]
-    spec = {"model": tiny_hf_model(family), "sizes": [2], "num_blocks": NUM_BLOCKS, "requests": asked}
-    (two,) = run_in_child(spec)
-    for name, prompt in prompts.items():
-        check_greedy(tiny_hf_model(family), prompt, two["tokens"][f"0-{name}-0"], NUM_TOKENS)
+    spec = {"model": tiny_hf_model(family), "sizes": sizes, "num_blocks": NUM_BLOCKS, "requests": asked}
+    for two in run_in_child(spec):
+        for name, prompt in prompts.items():
+            check_greedy(tiny_hf_model(family), prompt, two["tokens"][f"0-{name}-0"], NUM_TOKENS)
 
 
 FAULTS = {33: (1, 1), 34: (0, "sample"), 36: (1, "gather"), 37: (0, 2)}  # tokens of a prompt: rank, where

@@ -123,24 +123,28 @@ FAMILIES: dict[str, dict] = {
     "deepseek_v3": MLA,
     "glm4_moe_lite": MLA,
 }
-# DeepSeek-V2-Lite with its real heads and latents, which choose kernels: for tests on GPUs.
+# DeepSeek with V2-Lite's real heads and latents, which choose kernels: for tests on GPUs.
+_REAL_SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 8192,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 64,
+}
 REAL_HEADS: dict[str, dict] = {
     "deepseek_v2_real_heads": {
         **FAMILIES["deepseek_v2"],
+        **_REAL_SIZES,
         "model_type": "deepseek_v2",
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "max_position_embeddings": 8192,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-        "moe_intermediate_size": 64,
         "rope_parameters": {**FAMILIES["deepseek_v2"]["rope_parameters"], "original_max_position_embeddings": 2048},
-    }
+    },
+    "deepseek_v3_real_heads": {**MLA, **_REAL_SIZES, "model_type": "deepseek_v3", "q_lora_rank": 128},
 }
 # Models with towers; spans are as tests/fakes/tiny_media.py makes them.
 TOWERS: dict[str, dict] = {

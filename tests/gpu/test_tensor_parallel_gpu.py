@@ -19,6 +19,7 @@ from gpu_ranks import run_ranks
 from near_ties import check_against_reference
 from node_child import NodeChild
 from tensor_parallel_engine import run_in_child
+from tiny_hf_models import tiny_hf_model
 from waiting import wait_until_gone
 
 import tandem.deploy
@@ -95,6 +96,24 @@ def test_whole_experts_on_ranks_make_the_tokens_of_one(dtype: str) -> None:
         assert len(tokens) == 32
         if dtype == "float32":
             check_greedy(folder, prompt, tokens, 32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("deepseek_v2", "float32"), ("deepseek_v3", "float32"), ("deepseek_v3", "bfloat16")]
+)
+def test_whole_experts_beside_a_share_of_those_that_all_tokens_take(kind: str, dtype: str) -> None:
+    """Of V2 each of two ranks has a shared expert among its others, of V3 half of one, as an MLP. In 16 bits only that
+    they run."""
+    folder = tiny_hf_model(f"{kind}_real_heads")
+    prompts = {n: random_prompt(n, seed=n) for n in (1, 5, 17, 90, 300)}
+    requests = [{"name": str(n), "prompt": prompt, "max_tokens": 24} for n, prompt in prompts.items()]
+    spec = {"model": folder, "dtype": dtype, "device": "cuda", "num_blocks": 256}
+    (result,) = run_in_child({**spec, "sizes": [-2], "requests": requests})
+    for length, prompt in prompts.items():
+        tokens = result["tokens"][f"0-{length}-0"]
+        assert len(tokens) == 24
+        if dtype == "float32":
+            check_against_reference(folder, prompt, tokens, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ ROUTINGS = (
     (Routing(3, scores="sigmoid", groups=4, kept_groups=2, by_pairs=True, factor=1.5), 16, True),
     (Routing(2, renormalises=False, groups=2, kept_groups=1), 8, False),
     (Routing(3, renormalises=False, factor=2.0, shared=2), 10, False),
+    (Routing(3, held=(2, 7), shared=2), 10, False),
 )
 
 

@@ -60,7 +60,7 @@ class EagleHead(nn.Module):
                 )
                 self.qkv_proj = Linear(2 * size, width, bias=layer.qkv_bias)
                 self.o_proj = Linear(self.query_size, size, bias=layer.o_bias)
-                self.mlp = MLP(layer)
+                self.mlp = MLP(layer.hidden_size, layer.intermediate_size, layer.mlp_bias)
                 self.lm_head = Linear(size, config.draft_vocab_size, bias=False)
         finally:
             torch.set_default_dtype(default)

@@ -42,7 +42,11 @@ class DecoderLayer(nn.Module):
         mixture = config.mixture
         is_dense = mixture is None or layer in mixture.dense_layers
         self.is_dense_exception = is_dense and mixture is not None
-        self.mlp = MLP(config) if is_dense or mixture is None else MixtureOfExperts(config.hidden_size, mixture)
+        self.mlp: MLP | MixtureOfExperts
+        if is_dense or mixture is None:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        else:
+            self.mlp = MixtureOfExperts(config.hidden_size, mixture)
 
     def forward(
         self,

@@ -1,11 +1,10 @@
-"""A layer's MLP without experts. T tokens of the step, R of a step of few rows, E hidden size."""
+"""A gated MLP. T tokens of the step, R of a step of few rows, E hidden size."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.models.layers.basic import Linear
 from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.products import few_rows
@@ -17,13 +16,13 @@ from tandem.kernels.products.quantised import RoundedRows
 
 
 class MLP(nn.Module):
-    """A layer's MLP, down(silu(gate) * up). gate_up_proj is loaded as gate over up; `group` then lets rows of both take
-    turns, so that one product can end in silu(gate) * up."""
+    """down(silu(gate) * up). gate_up_proj is loaded as gate over up; `group` then lets rows of both take turns, so that
+    one product can end in silu(gate) * up."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, hidden_size: int, width: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up_proj = Linear(hidden_size, 2 * width, bias=bias)
+        self.down_proj = Linear(width, hidden_size, bias=bias)
         self.is_grouped = False
 
     def group(self) -> None:

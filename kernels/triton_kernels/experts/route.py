@@ -65,7 +65,7 @@ def route_kernel(
     KEPT_GROUPS: tl.constexpr,
     BY_PAIRS: tl.constexpr,
     COUNTS: tl.constexpr,
-    SHARED: tl.constexpr,  # experts behind all others that go with every choice
+    SHARED: tl.constexpr,  # experts behind all others here that go with every choice
     PDL: tl.constexpr,
 ):
     """Grid (T,)."""
@@ -101,7 +101,7 @@ def route_kernel(
     chosen = tl.where((chosen >= first) & (chosen < end), chosen - first, -1)
     counts *= factor
     if SHARED > 0:
-        chosen = tl.where(places >= TOP_K, NUM_EXPERTS + places - TOP_K, chosen)
+        chosen = tl.where(places >= TOP_K, end - first + places - TOP_K, chosen)
         counts = tl.where(places >= TOP_K, 1.0, counts)
     stored = places < TOP_K + SHARED
     tl.store(ids + row * (TOP_K + SHARED) + places, chosen, mask=stored)

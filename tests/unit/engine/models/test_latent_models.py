@@ -17,12 +17,11 @@ from tiny_hf_models import tiny_hf_model
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
 from tandem.engine.device.kv_pool import make_layout
-from tandem.engine.models.choice import check_shares, load_config
+from tandem.engine.models.choice import load_config
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.hf.config import HFConfig
 from tandem.engine.models.identity import model_identity
 from tandem.engine.models.loader import load_model
-from tandem.engine.parallel.sharding import Shard
 from tiny_models import random_prompt, reference_model
 
 PROMPT = random_prompt(70, seed=3)
@@ -107,13 +106,6 @@ def test_adapters_are_for_products_of_tokens(family: str) -> None:
     assert sites[f"layers.1.self_attn.{product}"] == [f"{layer}.{first}", f"{layer}.kv_a_proj_with_mqa"]
     assert not any("kv_b_proj" in name or "experts" in name for name in sites)
     assert "layers.0.mlp.down_proj" in sites
-
-
-def test_whole_experts_of_ranks_are_refused_beside_shared_ones() -> None:
-    folder = tiny_hf_model("deepseek_v2")
-    assert check_shares(folder, ModelOptions(str(folder)), Shard(0, 2)) == 1
-    with pytest.raises(ConfigError, match="experts that all tokens share; leave it out"):
-        check_shares(folder, ModelOptions(str(folder)), Shard(0, 2, expert_parallel=True))
 
 
 def test_shared_experts_stored_unlike_the_others_are_refused(tmp_path: Path) -> None:

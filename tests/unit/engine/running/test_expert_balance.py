@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from handmade_steps import make_runner, prompt_step
+from tiny_hf_models import tiny_hf_model
 
 from tandem.engine.running import expert_balance
 from tandem.engine.running.expert_balance import ExpertBalance, make_expert_balance
@@ -57,16 +58,19 @@ def test_counts_may_wrap_around() -> None:
     assert figures["expert_imbalance"] == 1.5
 
 
-@pytest.mark.parametrize(("kind", "num_layers"), [("mixtral", 3), ("qwen3_moe", 2)])
+@pytest.mark.parametrize(
+    ("kind", "num_layers", "num_experts"), [("mixtral", 3, 6), ("qwen3_moe", 2, 6), ("deepseek_v2", 3, 8)]
+)
 def test_every_token_of_a_step_is_counted_and_nothing_else(
-    kind: str, num_layers: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, num_layers: int, num_experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither what warm-up computes nor padding. The last layer's tokens before a prompt's last aren't computed."""
+    """Neither what warm-up computes nor padding, nor experts that all tokens take (DeepSeek). The last layer's tokens
+    before a prompt's last aren't computed."""
     monkeypatch.setattr(expert_balance, "LEAST_MEAN", 1)
-    runner = make_runner(tiny_model(kind))
+    runner = make_runner(tiny_hf_model(kind) if kind == "deepseek_v2" else tiny_model(kind))
     runner.warmup()
     counts = runner.model.expert_counts
-    assert counts.shape == (num_layers, 6)
+    assert counts.shape == (num_layers, num_experts)
     assert not counts.any()
     runner.execute(prompt_step({0: random_prompt(33, seed=2)}, {0: (7, 3, 11)})).result()
     assert runner.counters["expert_tokens"] == 0
