@@ -11,6 +11,7 @@ from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.directory.kept import KeptElsewhere
 from tandem.kv_connector.directory.records import NodeRecord
 from tandem.kv_connector.directory.spare_blocks import SpareBlocks
+from tandem.node.tiers import NodeTiers
 
 if TYPE_CHECKING:
     from tandem.kv_connector.directory.publisher import RedisPublisher
@@ -18,16 +19,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def make_spare_blocks(options: NodeOptions, pool: BlockPool) -> SpareBlocks | None:
-    """Makes what leaves blocks to peers, with a host tier or without one; None where nothing is left to anybody."""
+def make_kept(options: NodeOptions, pool: BlockPool) -> KeptElsewhere | None:
+    """Makes what knows which blocks peers keep; None where nothing is left to anybody."""
     leaves = options.cache.keep_kv_once and options.redis_url and pool.enable_caching
-    return SpareBlocks(pool, KeptElsewhere()) if leaves else None
+    return KeptElsewhere() if leaves else None
+
+
+def make_spare_blocks(pool: BlockPool, kept: KeptElsewhere | None, tiers: NodeTiers | None) -> SpareBlocks | None:
+    """Makes what leaves blocks of the pool to peers, with a host tier or without one; None: nothing is left."""
+    if kept is None:
+        return None
+    return SpareBlocks(pool, kept) if tiers is None else SpareBlocks(pool, kept, tiers.manager.is_only_way)
 
 
 def make_publisher(
-    options: NodeOptions, info: NodeInfo, num_blocks: int, spare: SpareBlocks | None = None
+    options: NodeOptions, info: NodeInfo, num_blocks: int, kept: KeptElsewhere | None = None
 ) -> RedisPublisher | None:
-    """Makes the publisher, which tells `spare` what peers keep; None without a Redis."""
+    """Makes the publisher, which tells `kept` what peers keep; None without a Redis."""
     if not options.redis_url:
         if options.ready_fd < 0:  # nobody started it who would tell its router
             logger.info("there is no --redis-url: routers find this node by --node %s alone", info.control_address)
@@ -35,7 +43,7 @@ def make_publisher(
     from tandem.kv_connector.directory.publisher import RedisPublisher
 
     record = make_record(info, num_blocks, options.cache.block_size)
-    return RedisPublisher(options.redis_url, options.namespace, record, kept=None if spare is None else spare.kept)
+    return RedisPublisher(options.redis_url, options.namespace, record, kept=kept)
 
 
 def make_record(info: NodeInfo, num_blocks: int, block_size: int) -> NodeRecord:

@@ -63,7 +63,7 @@ from tandem.node.control.events import ControlEvent, PeerLost
 from tandem.node.control.outgoing import Outgoing
 from tandem.node.control.plane import ControlPlane
 from tandem.node.control.sockets import ControlSockets, advertised
-from tandem.node.directory import make_publisher, make_spare_blocks
+from tandem.node.directory import make_kept, make_publisher, make_spare_blocks
 from tandem.node.drafting.engine import make_drafting
 from tandem.node.loop import NodeLoop
 from tandem.node.pool import NodePool, allocate_node_pool, transports_of
@@ -137,9 +137,9 @@ class NodeProcess:
         self.transports = NodeTransports(transports_of(options, self.loaded, self.keys), options.transport)
         self.pool = BlockPool(num_usable, options.cache.enable_prefix_caching, window=window)
         memory = allocate_node_pool(self.loaded, num_blocks, self.transports, self.ranks)
-        rate, post = self._clock.prompt_rate, self._inbox.put
-        self.spare = make_spare_blocks(options, self.pool)
-        self.tiers = make_tiers(options, self.pool, memory, self.loaded, rate, post, self.spare)
+        rate, post, kept = self._clock.prompt_rate, self._inbox.put, make_kept(options, self.pool)
+        self.tiers = make_tiers(options, self.pool, memory, self.loaded, rate, post, kept)
+        self.spare = make_spare_blocks(self.pool, kept, self.tiers)
         self.transports.register(memory.tensor, memory.layout, key, memory.ranks)
 
         sockets = ControlSockets(self.keys)
@@ -160,7 +160,7 @@ class NodeProcess:
         self.drafting = make_drafting(loaded.draft, options, num_blocks, self.runner, self._clock)
         self.control = self._make_control(sockets)
         self.logic = make_logic(self._context())
-        self.publisher = make_publisher(options, self.info, num_usable, self.spare)
+        self.publisher = make_publisher(options, self.info, num_usable, kept)
         self.profiler = self._make_profiler()
         self.loop = self._make_loop()
 

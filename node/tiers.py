@@ -19,7 +19,6 @@ from tandem.engine.contracts.rate import Rate
 from tandem.engine.device.kv_pool import free_host_bytes
 from tandem.kernels.blocks.quantization import FP8_DTYPE
 from tandem.kv_connector.directory.kept import KeptElsewhere
-from tandem.kv_connector.directory.spare_blocks import SpareBlocks
 from tandem.kv_connector.tiers.disk import DiskTier
 from tandem.kv_connector.tiers.disk_file import DiskFile
 from tandem.kv_connector.tiers.host import HostTier
@@ -45,10 +44,10 @@ def make_tiers(
     loaded: LoadedModel,
     compute_rate: Rate,
     post: Callable[[JobDone], None],
-    spare: SpareBlocks | None,
+    kept: KeptElsewhere | None,
 ) -> NodeTiers | None:
     """Makes a node's tiers of whole blocks, whatever the number of ranks; None where there is nothing to keep or no
-    room. `post` brings results to the step loop, `spare` knows what peers keep. Raises ConfigError."""
+    room. `post` brings results to the step loop, `kept` knows what peers keep. Raises ConfigError."""
     wants_disk = options.cache.disk_tier_bytes > 0
     if wants_disk and not options.cache.disk_tier_dir:
         raise ConfigError("--disk-tier-bytes without --disk-tier-dir: say where")
@@ -71,7 +70,6 @@ def make_tiers(
         logger.warning("serving without a host tier: %s", error)
         return None
     file = open_disk_file(options, host.blocks, loaded, memory.layout) if wants_disk else None
-    kept = None if spare is None else spare.kept
     return NodeTiers(pool, host, file, compute_rate, post, kept, has_ranks=options.tensor_parallel_size > 1)
 
 

@@ -47,6 +47,7 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks + [2]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._generations = [0] * num_blocks
+        self._going_first: set[int] = set()  # free blocks that were put before others, see `reuse_first`
         self._cooling = CoolingBlocks(num_blocks + 1)
         # The hash table, and the tree that its prefixes form.
         self._block_of: dict[bytes, int] = {}
@@ -156,12 +157,7 @@ class BlockPool:
         """`num` blocks that anyone may write: no launched step still writes them. None when there are fewer."""
         if num > self.num_grantable:
             return None
-        chosen: list[int] = []
-        for block_id in self._free:
-            if len(chosen) == num:
-                break
-            if not self.is_cooling(block_id):
-                chosen.append(block_id)
+        chosen = list(islice((each for each in self._free if not self.is_cooling(each)), num))
         return [self._take(block_id) for block_id in chosen]
 
     def free(self, block_ids: Sequence[int], last_step: int | None) -> None:
@@ -198,18 +194,26 @@ class BlockPool:
 
     def _leave_free_queue(self, block_id: int) -> None:
         del self._free[block_id]
+        self._going_first.discard(block_id)
         tenant = self._tenant_of_block(block_id)
         if tenant:
             self._tenants.held(tenant, block_id)
         self._cooling.taken(block_id)
 
     def reuse_first(self, hashes: Sequence[bytes]) -> None:
-        """Has these cached blocks, which nobody holds, reused before all others, but for those that hold nothing.
-        Children come first, and all of them: what is reached through a block leaves the table with it."""
+        """Has these cached blocks, which nobody holds, reused before all others, but for those that hold nothing or
+        were put first before them. Children come first, and all of them: what is reached through a block leaves the
+        table with it."""
         if hashes:
-            empty = list(takewhile(lambda block_id: self._hash_of[block_id] is None, self._free))
-            for block_id in reversed([*empty, *(self._block_of[each] for each in hashes)]):
+            first = [self._block_of[each] for each in hashes]
+            ahead = list(takewhile(lambda each: self._hash_of[each] is None or each in self._going_first, self._free))
+            for block_id in reversed([*ahead, *first]):
                 self._free.move_to_end(block_id, last=False)
+            self._going_first.update(first)
+
+    def goes_first(self, block_hash: bytes) -> bool:
+        """Whether it was put before others, and was not used since."""
+        return self._block_of.get(block_hash) in self._going_first
 
     # --- hashes ---------------------------------------------------------------------------------------------
 
@@ -265,10 +269,7 @@ class BlockPool:
 
     def flush(self) -> None:
         """Drops every cached block that nobody holds."""
-        for block_id in list(self._free):
-            block_hash = self._hash_of[block_id]
-            if block_hash is not None:
-                self._forget(block_hash)
+        self.spoil(list(self._free))
 
     def cached_hashes(self) -> list[bytes]:
         """Published hashes, parents before children: a snapshot for the directory."""
@@ -318,6 +319,7 @@ class BlockPool:
         assert min(self._ref_counts) >= 0, "a reference count is negative"
         assert self._ref_counts[self.null_block] >= 2, "somebody gave back a place of the null block twice"
         assert free == set(self._free), "the free queue is not the set of blocks without a holder"
+        assert self._going_first <= free, "what is used goes first"
         self._cooling.check_integrity(free)
         _check_hashes(self)
 

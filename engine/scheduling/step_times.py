@@ -128,10 +128,15 @@ class PromptBudget:
         tpot_s = _tightest_tpot_s(streams)
         if tpot_s == math.inf:
             return self._unpromised() if gap_s == math.inf else self._within(gap_s, len(streams))
-        num_rows = self._num_rows_within(min(gap_s, tpot_s), len(streams))
-        if num_rows and prompts and all(map(_is_rows, prompts)):
-            return min(self._most_beside, num_rows)
-        return self._of_slack(len(streams), self._worthwhile(prompts), self._slack_s(streams), gap_s)
+        num_wanted = self._worthwhile(prompts)
+        if prompts and all(map(_is_rows, prompts)):
+            num_rows = self._num_rows_within(min(gap_s, tpot_s), len(streams))
+            if num_rows:
+                return min(self._most_beside, num_rows)
+            if self._gains_slack(len(streams), tpot_s):  # a few rows are the least, and worth no more
+                num_wanted = min(self._least, num_wanted)
+                gap_s = min(gap_s, max(tpot_s, self._seconds(len(streams), num_wanted)))
+        return self._of_slack(len(streams), num_wanted, self._slack_s(streams), gap_s)
 
     def s_per_token(self, streams: Collection[Request]) -> float:
         """Seconds that a token of the next prompt would take beside these streams; 0.0: not known."""
@@ -141,15 +146,11 @@ class PromptBudget:
         if tpot_s == math.inf:
             budget = self.beside(streams)
             return self._seconds(len(streams), budget) / budget
-        num_rows = self._num_rows_within(tpot_s, len(streams))
-        as_rows_s = self._seconds(len(streams), num_rows) / num_rows if num_rows else math.inf
-        return min(as_rows_s, self._gathered_s_per_token(streams, tpot_s))
-
-    def _gathered_s_per_token(self, streams: Collection[Request], tpot_s: float) -> float:
-        """The same where streams gather slack for a chunk that is worth its launch."""
-        num_tokens = self._worthwhile(())
+        num_tokens, num_rows = self._worthwhile(()), self._num_rows_within(tpot_s, len(streams))
         chunk_s, step_s = self._seconds(len(streams), num_tokens), self._seconds(len(streams), 0)
         gathered_s = step_s * max(0.0, chunk_s - tpot_s) / (tpot_s - step_s) if tpot_s > step_s else math.inf
+        if num_rows and gathered_s > chunk_s:  # short prompts alone get on beside these
+            return self._seconds(len(streams), num_rows) / num_rows
         return max(chunk_s, min(chunk_s + gathered_s, PATIENCE * chunk_s)) / num_tokens
 
     def _slack_s(self, streams: Collection[Request]) -> float:
@@ -169,6 +170,12 @@ class PromptBudget:
         room = self._room(seconds, num_streams) if self._times.are_measured else 0
         num_rows = min(SHORT_TOKENS - num_streams, room)
         return num_rows if self._least <= num_rows and room < WORTHWHILE_TOKENS else 0
+
+    def _gains_slack(self, num_streams: int, tpot_s: float) -> bool:
+        """Whether steps of so many streams alone leave some of their time, but not enough for a launch."""
+        if not self._times.are_measured:
+            return False
+        return self._seconds(num_streams, 0) < tpot_s and self._room(tpot_s, num_streams) < WORTHWHILE_TOKENS
 
     def _of_slack(self, num_streams: int, num_wanted: int, slack_s: float, gap_s: float) -> int:
         chunk_s = min(gap_s, self._seconds(num_streams, num_wanted))

@@ -22,7 +22,7 @@ class KeptElsewhere:
     both put immutable things in place of others."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self.soon: tuple[bytes, ...] = ()
         self.colder: tuple[bytes, ...] = ()
         self.num_answers = 0
@@ -30,7 +30,7 @@ class KeptElsewhere:
 
     def __contains__(self, block_hash: bytes) -> bool:
         read_at, held = self._answer
-        return block_hash in held and self._clock() - read_at <= LEASE_S
+        return block_hash in held and self.clock() - read_at <= LEASE_S
 
     @property
     def asked(self) -> tuple[bytes, ...]:

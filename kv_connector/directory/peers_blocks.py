@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 
 import msgspec
 import redis
@@ -26,7 +25,7 @@ class PeersBlocks:
     def look(self, servers: RedisServers) -> None:
         """Asks now. Raises Redis' errors, but for a server or a user that can't do this: then nothing is left to
         anybody."""
-        asked, read_at = self._kept.asked, time.monotonic()
+        asked, read_at = self._kept.asked, self._kept.clock()
         held: set[bytes] = set()
         try:
             for peer in self._peers(servers) if asked else ():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tandem.engine.blocks.pool import BlockPool
 from tandem.kv_connector.directory.kept import KeptElsewhere
 
@@ -13,9 +15,11 @@ class SpareBlocks:
     """Asks about blocks as they come into the colder half of a pool, and when the answer is there has what peers keep
     of them reused before all else. Used by the step loop."""
 
-    def __init__(self, pool: BlockPool, kept: KeptElsewhere) -> None:
-        self._pool, self.kept = pool, kept
-        self._given: set[bytes] = set()  # that are still cached
+    def __init__(
+        self, pool: BlockPool, kept: KeptElsewhere, is_only_way: Callable[[bytes], bool] = lambda block_hash: False
+    ) -> None:
+        """`is_only_way`: whether lower tiers have what is reached through that block, and not the block."""
+        self._pool, self.kept, self._is_only_way = pool, kept, is_only_way
         self._num_answers = 0
         self.num_given_up = 0
 
@@ -26,20 +30,20 @@ class SpareBlocks:
         if self.kept.num_answers == self._num_answers:
             return
         self._num_answers = self.kept.num_answers
-        self._given = {each for each in self._given if self._pool.is_unused(each)}
         spare = self._spare() if self._pool.cold_end(ASKED_AT_ONCE) else []  # else enough blocks hold nothing
         self._pool.reuse_first(spare)
         self.num_given_up += len(spare)
-        self._given.update(spare)
         self.kept.ask_about_colder(self._pool.cold_end(ASKED_AT_ONCE, newest_of_colder(self._pool.num_blocks)))
 
     def _spare(self) -> list[bytes]:
-        """The blocks of the question that peers keep, too, children first. Nothing stays that is reached
-        through them; what was given up before was colder."""
-        spare: dict[bytes, None] = {}
+        """The blocks of the question that peers keep, too, children first. Nothing stays that is reached through them:
+        what was given up before and not used since goes before them."""
+        pool, spare = self._pool, dict[bytes, None]()
         for block_hash in self.kept.colder:
-            is_new = block_hash in self.kept and block_hash not in self._given and self._pool.is_unused(block_hash)
-            if is_new and all(child in spare or child in self._given for child in self._pool.children(block_hash)):
+            is_new = block_hash in self.kept and pool.is_unused(block_hash) and not pool.goes_first(block_hash)
+            if not is_new or self._is_only_way(block_hash):
+                continue
+            if all(child in spare or pool.goes_first(child) for child in pool.children(block_hash)):
                 spare[block_hash] = None
         return list(spare)
 

@@ -153,6 +153,10 @@ class TierManager:
             (load_rate if found[num] in self._host else fetch_rate).doubt()
         return num
 
+    def is_only_way(self, block_hash: bytes) -> bool:
+        """Whether the tiers have what is reached through this block, and not the block."""
+        return self._write_back.is_only_way(block_hash)
+
     # --- the loop -------------------------------------------------------------------------------------------
 
     def on_turn(self, pool_events: Sequence[BlockEvent], is_idle: bool) -> None:

@@ -184,7 +184,12 @@ class WriteBack:
 
     def _is_left(self, block_hash: bytes) -> bool:
         """Whether a peer surely keeps it, and nothing here could be reached through it alone."""
-        return self._kept is not None and block_hash in self._kept and not self._host.has_children(block_hash)
+        return self._kept is not None and block_hash in self._kept and not self.is_only_way(block_hash)
+
+    def is_only_way(self, block_hash: bytes) -> bool:
+        """Whether the tiers have what is reached through this block, and not the block."""
+        tiers = (self._host,) if self._disk is None else (self._host, self._disk)
+        return any(tier.has_children(block_hash) for tier in tiers) and not any(t.is_ready(block_hash) for t in tiers)
 
     def _spill(self, is_idle: bool) -> None:
         """Spills blocks of the host pool to disk, chosen in the same way."""

@@ -156,14 +156,15 @@ def _keeper(arena: Arena) -> str:
     first, deadline = _num_left(arena), time.monotonic() + SHARED_WITHIN_S
     while time.monotonic() < deadline:
         time.sleep(0.2)
-        leaving = [node for node, num in _num_left(arena).items() if num > first.get(node, num)]
-        keepers = [node for node in first if any(gives_way(each, node) for each in leaving)]
+        now = _num_left(arena)
+        leaving = [node for node, num in now.items() if num > first.get(node, num)]
+        keepers = [node for node in now if any(gives_way(each, node) for each in leaving)]
         if keepers:
-            target = arena.rng.choice(sorted(keepers)).rpartition("-")[0]
-            process = arena.processes().get(target)
-            if process is None:
-                raise NoTarget(target)
+            target = arena.rng.choice(sorted(keepers))
+            process = arena.processes().get(target.rpartition("-")[0])
             with _may_be_gone():
+                if process is None or arena.cluster.node_of(process.pid) != target:
+                    raise NoTarget(target)  # the router has not noticed yet that it is gone
                 process.kill()
             return f"SIGKILL {target}, to which {leaving[0]} left blocks"
     raise NoTarget("nobody leaves anything")

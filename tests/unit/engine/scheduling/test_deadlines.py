@@ -63,6 +63,22 @@ def test_parts_of_short_prompts_make_no_gap_longer_than_the_time_a_token() -> No
     assert all((f"p{number}", 0) in device.harness.finished for number in range(3))
 
 
+def test_where_streams_leave_little_slack_is_spent_on_a_few_rows_at_once() -> None:
+    """Six streams have 2 ms a step left, and 4 tokens are the least: 14 ms, where all 40 of the prompt take 50."""
+    device = Device(tpot_target_ms=13)
+    for number in range(6):
+        device.harness.add(f"stream{number}", [1, 2, number], max_tokens=60)
+    for _ in range(20):
+        device.step()
+    device.harness.add("p", range(40), max_tokens=1)
+    for _ in range(36):
+        device.step()
+    assert ("p", 0) in device.harness.finished
+    for number in range(6):
+        assert device.largest_gap_s(f"stream{number}") <= 0.014 + 1e-9
+        assert device.tpot_s(f"stream{number}") <= 0.013
+
+
 @pytest.mark.parametrize("asked", [{"mode": "prefill"}, {"num_prompt_logprobs": 1}])
 def test_a_stream_that_is_ahead_lets_pass_what_is_launched_anyway(asked: dict[str, Any]) -> None:
     """What is pushed, or told of token by token, is launched layer by layer, however few tokens it has."""

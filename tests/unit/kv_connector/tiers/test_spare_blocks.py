@@ -64,6 +64,41 @@ def test_what_is_in_use_or_on_the_way_to_what_stays_is_not_given_up() -> None:
     assert node.spare.num_given_up == 0
 
 
+def test_what_was_used_since_it_was_given_up_does_not_go_with_its_parent() -> None:
+    """The peer kept it then, and has forgotten it since."""
+    node = Node(num_blocks=4)
+    node.cache(X)
+    node.cache(A, B)
+    beginning = node.pool.match_prefix([A])
+    node.pool.touch(beginning)
+    node.hears(A, B)
+    assert node.given_up == [B], "A is in use"
+    node.pool.free(beginning, None)
+    node.cache(A, B)
+    node.hears(A)
+    assert node.given_up == [B]
+    node.pool.allocate(2)
+    assert set(node.pool.cached_hashes()) == {A, B}, "X is older"
+
+
+def test_what_goes_first_goes_in_the_order_in_which_it_was_given_up() -> None:
+    node = Node(num_blocks=4)
+    node.cache(X)
+    node.cache(A, B)
+    node.hears(B)
+    node.hears(A)
+    assert node.pool.cold_end(4) == [B, A, X], "a parent that went before would take its children along"
+
+
+def test_what_host_memory_has_is_still_reached() -> None:
+    node = Node(num_blocks=4)
+    node.spare = SpareBlocks(node.pool, node.kept, lambda block_hash: block_hash == A)
+    node.cache(X)
+    node.cache(A)
+    node.hears(A, X)
+    assert node.given_up == [X]
+
+
 def test_blocks_that_hold_nothing_are_still_the_first() -> None:
     node = Node(num_blocks=7)
     node.cache(X, Y)
