@@ -54,6 +54,8 @@ class Outcome:
     def add(self, report: Path) -> None:
         """Adds what pytest's JUnit report tells. A test that ended its process is in it twice, and counts once."""
         for case in ElementTree.parse(report).getroot().iter("testcase"):
+            if case.get("name") is None:  # of a test that was interrupted
+                continue
             name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
             self.slowest.append((float(case.get("time", "0")), name))
             fault = case.find("failure") if case.find("failure") is not None else case.find("error")
@@ -79,6 +81,7 @@ class Phase:
 
     marks: str
     how: tuple[str, ...]
+    is_interrupted: bool = False
 
     def start(self, folder: Path, arguments: list[str]) -> None:
         """A test that hangs in a call of CUDA takes its process along."""
@@ -94,10 +97,11 @@ class Phase:
         )
 
     def ends_until(self, end: float) -> bool:
-        """Whether it ended in time; it is ended else, and tells what it knows."""
+        """Whether it ended in time; it is ended else, as where somebody interrupts the run, and tells what it knows."""
         try:
             self._process.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt) as cause:
+            self.is_interrupted = isinstance(cause, KeyboardInterrupt)
             self._process.send_signal(signal.SIGINT)
             try:
                 self._process.wait(30)
@@ -124,15 +128,20 @@ def main(arguments: list[str]) -> int:
     ]
     if several:
         parts[0] = parts[0][1:]
-    unfinished = []
+    unfinished, is_interrupted = [], False
     with tempfile.TemporaryDirectory() as folder:
         for phases in parts:
+            if is_interrupted:
+                unfinished += [f"the tests marked `{phase.marks}` were not begun" for phase in phases]
+                continue
             for phase in phases:
                 phase.start(Path(folder), arguments)
             end = time.monotonic() + LIMIT_S
             for phase in phases:
                 if not phase.ends_until(end):
-                    unfinished.append(f"the tests marked `{phase.marks}` did not end within {LIMIT_S:.0f} s")
+                    why = "were interrupted" if phase.is_interrupted else f"did not end within {LIMIT_S:.0f} s"
+                    unfinished.append(f"the tests marked `{phase.marks}` {why}")
+                is_interrupted |= phase.is_interrupted
                 if phase.report.exists():
                     outcome.add(phase.report)
     outcome.failed += unfinished

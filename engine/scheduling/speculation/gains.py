@@ -26,7 +26,8 @@ class Gain:
     def __init__(self) -> None:
         self._has_drafts = False
         self._num_steps = 0  # of this stretch, with drafts or without
-        self._slowness = 0.0  # by which turns without drafts take longer than their steps; 0.0: none has been seen
+        # By which turns without drafts take longer than their steps, and of how many: 0.0, 0: none has been seen.
+        self._slowness, self._num_plain = 0.0, 0
         self.stall_s = 0.0  # for which the device waits behind a step with drafts
         self._credit, self._gained = FIRST_CREDIT, 0.0  # `_gained`: by the newest stretch with drafts, all in all
 
@@ -53,7 +54,9 @@ class Gain:
         """Takes in a turn without drafts that follows another."""
         ratio = seconds / step_s
         known = self._slowness or ratio
-        self._slowness = known + NEWEST_TURN * (min(ratio, MOST_SLOWNESS * known) - known)
+        self._num_plain += 1
+        weight = max(NEWEST_TURN, 1 / self._num_plain)  # at first their mean: no turn counts for more than another
+        self._slowness = known + weight * (min(ratio, MOST_SLOWNESS * known) - known)
 
     def learn_stall(self, seconds: float) -> None:
         """Takes in by how much a turn with drafts was longer than what the device had to do."""

@@ -297,3 +297,13 @@ def test_the_wait_behind_drafts_is_learned_anew_in_each_stretch() -> None:
         gain.learn(1.0, 0.004, 0.010, is_usual=True)
     begun(gain, 1000)
     assert gain.stall_s == 0.001
+
+
+def test_of_the_first_turns_none_counts_for_more_than_another() -> None:
+    gain = Gain()
+    for seconds in (2.0, 1.0, 1.0, 1.0, 1.0, 1.0):
+        gain.learn_plain(1.0, seconds)
+    assert gain.plain_s(1.0) == pytest.approx(7 / 6)
+    for _ in range(100):
+        gain.learn_plain(1.0, 1.5)
+    assert gain.plain_s(1.0) == pytest.approx(1.5, rel=0.01), "and newer ones count in the end"
