@@ -59,8 +59,11 @@ def test_candidates_fit_the_device(product: Product, multiprocessors: int) -> No
                 assert plan.grid(rows, *product[:2]) <= 2 * multiprocessors
 
 
-def test_a_start_measures_few_plans_of_the_kernels_that_tables_name() -> None:
-    shipped = stored.all_shipped()
+@pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+def test_a_start_measures_few_plans_of_the_kernels_that_its_devices_table_names(device: str) -> None:
+    shipped = stored.tables_to_try(device, 132)
+    assert len(shipped) == 1
+    assert len(stored.tables_to_try("NVIDIA H800", 132)) == 2
     for product in (WIDE, GATED, Product(5120, 5120)):
         for rows in SHORT_LADDER:
             few, every = few_candidates(rows, product, shipped), candidates(rows, product)

@@ -42,7 +42,8 @@ def tune_missing(device: torch.device, budget_s: float) -> bool:
     """Measures what is missing, keeps it and has products take it. Returns whether there is something new. Nothing else
     should run on the device meanwhile: of nodes of one machine that start together one measures, the others find its
     table the next time."""
-    key, shipped = stored.key_of(device), stored.all_shipped()
+    key = stored.key_of(device)
+    shipped = stored.tables_to_try(key.device, key.multiprocessors)
     plans_of = functools.partial(few_candidates, tables=shipped, multiprocessors=key.multiprocessors)
     with stored.measuring_alone() as is_alone:
         if not is_alone:

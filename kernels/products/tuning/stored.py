@@ -121,5 +121,9 @@ def shipped_tables(device: str, multiprocessors: int) -> tuple[Table, Table]:
     return own, like
 
 
-def all_shipped() -> list[Table]:
+def tables_to_try(device: str, multiprocessors: int) -> list[Table]:
+    """The shipped tables whose kernels may suit a device: its own, or else all."""
+    own, _ = shipped_tables(device, multiprocessors)
+    if own:
+        return [own]
     return [parse_table(path.read_text(encoding="utf-8")) for path in sorted(SHIPPED.glob("matmul_*.json"))]
