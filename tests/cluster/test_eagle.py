@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from decode_trio import Trio, joined
 from eagle_heads import DEMO, SIZE, knowing_head, next_tokens, random_head, walking_model
+from served_head import GREEDY, check_knowing, nodes_of, walk
 from split_pair import changed
 from tiny_adapters import tiny_adapter
 
@@ -16,22 +17,12 @@ from in_process_cluster import Node, client_of, node_options
 from tandem.engine.adapters.adapter_files import read_adapter
 from tandem.engine.contracts.config import LoraOptions, ModelOptions
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
-from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.node.setup import load
-
-GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 
 
 def headed(folder: Path, count: int = 4) -> str:
     return json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": count})
-
-
-def walk(first: int, count: int) -> list[int]:
-    following, tokens = next_tokens(), [first]
-    for _ in range(count - 1):
-        tokens.append(int(following[tokens[-1]]))
-    return tokens
 
 
 @pytest.mark.parametrize(
@@ -40,24 +31,9 @@ def walk(first: int, count: int) -> list[int]:
     ids=["one", "split"],
 )
 def test_a_head_that_knows_the_model_is_right(roles: list[str], tmp_path: Path) -> None:
-    """Of a prompt in chunks; of one whose blocks are cached; of samples that fork. What lacks is the feature before the
-    first step here, and so a guess or two."""
-    model, head = walking_model(tmp_path / "model"), knowing_head(tmp_path / "head")
-    nodes = [Node(node_options(role, model, speculative_config=headed(head), chunk=32)) for role in roles]
-    where = {"decode": nodes[0].info, "prefill": nodes[1].info if len(nodes) > 1 else None}
-    prompt = [7 * place % SIZE for place in range(90)]
-    out = walk(int(next_tokens()[prompt[-1]]), 60)
-    with client_of(nodes) as client:
-        scheduler = nodes[0].process.logic.scheduler
-        for name, samples in (("chunks", (0,)), ("cached", (0,)), ("forked", (0, 1))):
-            num_steps, before = scheduler.num_steps, scheduler.spec_counters
-            result = client.submit(name, prompt, GREEDY, samples=samples, **where)
-            client.wait(result)
-            assert result.failed is None, result.failed
-            assert [result.output(sample) for sample in samples] == [out for _ in samples]
-            counts = {key: count - before[key] for key, count in scheduler.spec_counters.items()}
-            assert counts["spec_accepted_tokens"] >= 0.8 * counts["spec_draft_tokens"] > 20, (name, counts)
-            assert scheduler.num_steps - num_steps <= 30
+    model, config = walking_model(tmp_path / "model"), headed(knowing_head(tmp_path / "head"))
+    nodes, where = nodes_of(roles, lambda role: node_options(role, model, speculative_config=config, chunk=32))
+    check_knowing(nodes, where, most_steps=30)
 
 
 def test_drawn_tokens_are_guessed_by_the_numbers_of_their_places(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from decode_trio import Trio, joined
 from eagle_heads import DEMO, SIZE, next_tokens
 from mtp_heads import FAMILIES, MtpCheckpoint, knowing_mtp, random_mtp
 from quantised_checkpoints import quantised_folders
+from served_head import GREEDY, check_knowing, nodes_of, walk
 from split_pair import SAMPLED, changed
 from tiny_adapters import tiny_adapter
 
@@ -20,12 +21,9 @@ from in_process_cluster import Node, client_of, node_options
 from tandem.engine.adapters.adapter_files import read_adapter
 from tandem.engine.contracts.config import LoraOptions, ModelOptions
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
-from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.node.setup import load
 from tiny_models import check_greedy, random_prompt
-
-GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 
 FEW_BLOCKS = {"num_blocks": 30, "caching": False}
 
@@ -34,16 +32,8 @@ def guessing(count: int = 3, method: str = "mtp") -> str:
     return json.dumps({"method": method, "num_speculative_tokens": count})
 
 
-def walk(first: int, count: int) -> list[int]:
-    following, tokens = next_tokens(), [first]
-    for _ in range(count - 1):
-        tokens.append(int(following[tokens[-1]]))
-    return tokens
-
-
 def of_roles(roles: list[str], model: Path, **options: object) -> tuple[list[Node], dict]:
-    nodes = [Node(node_options(role, model, **options)) for role in roles]
-    return nodes, {"decode": nodes[0].info, "prefill": nodes[1].info if len(nodes) > 1 else None}
+    return nodes_of(roles, lambda role: node_options(role, model, **options))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -53,23 +43,8 @@ def of_roles(roles: list[str], model: Path, **options: object) -> tuple[list[Nod
     ids=["one", "split"],
 )
 def test_a_head_that_knows_the_model_is_right(roles: list[str], family: str, tmp_path: Path) -> None:
-    """Of a prompt in chunks; of one whose blocks are cached; of samples that fork. What lacks is the feature before the
-    first step here, and so a guess or two."""
-    model = knowing_mtp(tmp_path, family).served
-    nodes, where = of_roles(roles, model, speculative_config=guessing(), chunk=32)
-    prompt = [7 * place % SIZE for place in range(90)]
-    out = walk(int(next_tokens()[prompt[-1]]), 60)
-    with client_of(nodes) as client:
-        scheduler = nodes[0].process.logic.scheduler
-        for name, samples in (("chunks", (0,)), ("cached", (0,)), ("forked", (0, 1))):
-            num_steps, before = scheduler.num_steps, scheduler.spec_counters
-            result = client.submit(name, prompt, GREEDY, samples=samples, **where)
-            client.wait(result)
-            assert result.failed is None, result.failed
-            assert [result.output(sample) for sample in samples] == [out for _ in samples]
-            counts = {key: count - before[key] for key, count in scheduler.spec_counters.items()}
-            assert counts["spec_accepted_tokens"] >= 0.8 * counts["spec_draft_tokens"] > 20, (name, counts)
-            assert scheduler.num_steps - num_steps <= 35
+    nodes, where = of_roles(roles, knowing_mtp(tmp_path, family).served, speculative_config=guessing(), chunk=32)
+    check_knowing(nodes, where, most_steps=35)
 
 
 @pytest.mark.parametrize(

@@ -9,20 +9,13 @@ import numpy as np
 import pytest
 import torch
 from eagle_heads import DEMO, FEATURE_LAYERS, random_head
-from handmade_steps import BLOCK, RunsDirectly, new_slot
 from safetensors.torch import load_file
+from served_head import ServedHead, check_fork, check_guesses
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
 
 from in_process_cluster import node_options
-from tandem.engine.device.kv_pool import allocate_pool
 from tandem.engine.running.heads.features import HeadFeatures
-from tandem.engine.running.heads.guess_steps import HeadSteps
-from tandem.engine.running.runner import ModelRunner
-from tandem.engine.scheduling.speculation.head_tokens import HeadRow
-from tandem.engine.scheduling.step import BlockAppend, ForkSlot, SampleRow, ScheduledRow, SchedulerOutput
-from tandem.node.drafting.heads import LoadedHead
-from tandem.node.setup import load
-from tiny_models import random_prompt, reference_model
+from tiny_models import reference_model
 
 NUM_GUESSES = 4
 EPS, THETA, HEADS, KV_HEADS, SIZE = 1e-5, 10000.0, 4, 2, 64
@@ -86,67 +79,16 @@ class PublishedHead:
 # --- ours ---------------------------------------------------------------------------------------------------
 
 
-class Served:
-    """The demo model's runner with a head beside it, and what it has computed of slot 1."""
-
-    def __init__(self, folder: Path) -> None:
-        config = json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": NUM_GUESSES})
-        options = node_options("unified", DEMO, speculative_config=config)
-        loaded = load(options)
-        assert isinstance(loaded.draft, LoadedHead)
-        self.runner = ModelRunner(
-            loaded.model, allocate_pool(loaded.layout, 32, loaded.device), options.scheduler, BLOCK, 512, ()
-        )
-        assert self.runner.features is not None
-        self.steps = HeadSteps(loaded.draft.head, self.runner.features, self.runner.state, 16, 512)
-
-    def run(self, rows: list[ScheduledRow], samples: list[SampleRow], **parts: object) -> list[int]:
-        return self.runner.execute(SchedulerOutput(0, tuple(rows), tuple(samples), **parts)).result().token_ids.tolist()  # type: ignore[arg-type]
-
-    def guesses(self, token_ids: list[int], slot: int = 1, count: int = NUM_GUESSES) -> list[int]:
-        row = HeadRow(slot, len(token_ids) - 1, token_ids[-1], count, 0, 0)
-        [made] = self.steps.guess([row], ()) or [[]]
-        return made
-
-
-BLOCKS = (4, 9, 2, 20)
-
-
-def served_prompt(folder: Path, prompt: list[int], chunk: int) -> tuple[Served, list[int]]:
-    """After a prompt in two chunks: its tokens, and the one drawn."""
-    served = Served(folder)
-    served.run([ScheduledRow(1, 0, chunk)], [], new_slots=(new_slot(1, prompt, BLOCKS),))
-    rest = ScheduledRow(1, chunk, len(prompt) - chunk)
-    made = served.run([rest], [SampleRow(0, 1, len(prompt), 0, 0)])
-    return served, [*prompt, *made]
+def served_beside(folder: Path) -> ServedHead:
+    """The demo model with the head that lies there."""
+    config = json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": NUM_GUESSES})
+    return ServedHead(node_options("unified", DEMO, speculative_config=config), NUM_GUESSES)
 
 
 @pytest.mark.parametrize("normalises", [False, True])
 def test_guesses_are_those_of_the_published_head(tmp_path: Path, normalises: bool) -> None:
-    """Behind a prompt in chunks, a token of its own, and a step with drafts of which the second is wrong."""
     folder = random_head(tmp_path, norm_before_residual=normalises)
-    published = PublishedHead(folder)
-    served, tokens = served_prompt(folder, random_prompt(37, seed=3), 21)
-    seen: list[int] = []
-
-    def check() -> None:
-        expected, lead = published.guesses(tokens, NUM_GUESSES)
-        assert lead > 1e-3, "the reference itself is undecided"
-        assert served.guesses(tokens) == expected
-        seen.extend(expected)
-
-    check()
-    tokens += served.run([ScheduledRow(1, 37, 1)], [SampleRow(0, 1, 38, 0, 1)])
-    check()
-    right = next_token(tokens)
-    drafts = [right, (right + 1) % 2048, 5]
-    rows = [ScheduledRow(1, 38 + place, 1) for place in range(4)]
-    samples = [SampleRow(place, 1, 39 + place, 0, 2 + place, draft) for place, draft in enumerate([-1, *drafts])]
-    drawn = served.run(rows, samples)
-    assert drawn[0] == right
-    tokens += drawn[:2]  # the second draft was wrong, and what its place drew is the sequence's own
-    check()
-    assert len(set(seen)) > 3, "a head that says little tests little"
+    check_guesses(served_beside(folder), PublishedHead(folder), next_token)
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -155,24 +97,8 @@ def next_token(token_ids: list[int]) -> int:
 
 
 def test_a_fork_and_rows_of_a_graph_have_the_same_features(tmp_path: Path) -> None:
-    """A prompt's second chunk as rows of one token, as graphs run it, longer than what is kept of a slot; then a
-    sample that forks, of whom each guesses for itself, one fewer than the other, in blocks that come with the guess."""
     published = PublishedHead(random_head(tmp_path))
-    served, prompt = Served(tmp_path), random_prompt(32, seed=5)
-    graphs = RunsDirectly(served.runner.model, served.runner.state, 32, 512, features=served.runner.features)
-    served.run([ScheduledRow(1, 0, 20)], [], new_slots=(new_slot(1, prompt, BLOCKS[:2]),))
-    rows = [ScheduledRow(1, position, 1) for position in [30, *range(20, 30)]]  # sampled rows come first
-    with torch.inference_mode():
-        graphs.run(rows)
-    samples = [SampleRow(0, 3, 32, 1, 0), SampleRow(0, 1, 32, 0, 0)]
-    forks = (ForkSlot(3, 1, 32, BLOCKS[:2], sample_index=1),)
-    made = served.run([ScheduledRow(1, 31, 1)], samples, forks=forks)
-    tokens = [*prompt, made[0]]
-    expected, lead = published.guesses(tokens, NUM_GUESSES)
-    assert lead > 1e-3
-    order = [HeadRow(1, 32, made[1], NUM_GUESSES, 0, 0), HeadRow(3, 32, made[0], NUM_GUESSES - 1, 1, 0)]
-    appends = [BlockAppend(1, 2, 21), BlockAppend(3, 2, 22)]
-    assert served.steps.guess(order, appends) == [expected, expected[:-1]]
+    check_fork(served_beside(tmp_path), published)
 
 
 def test_what_lacks_its_feature_is_noted_without() -> None:

@@ -9,22 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from handmade_steps import BLOCK, RunsDirectly, new_slot
 from mtp_heads import FAMILIES, MtpCheckpoint, random_mtp
 from quantised_checkpoints import quantised_folders
+from served_head import ServedHead, check_fork, check_guesses
 from torch.nn.functional import embedding, linear
 
 from in_process_cluster import node_options
 from tandem.engine.contracts.config import ModelOptions
-from tandem.engine.device.kv_pool import allocate_pool
-from tandem.engine.models.heads.mtp import MtpHead
-from tandem.engine.running.heads.guess_steps import HeadSteps
-from tandem.engine.running.runner import ModelRunner
-from tandem.engine.scheduling.speculation.head_tokens import HeadRow
-from tandem.engine.scheduling.step import BlockAppend, ForkSlot, SampleRow, ScheduledRow, SchedulerOutput
-from tandem.node.drafting.heads import LoadedHead
-from tandem.node.setup import load
-from tiny_models import VOCAB, random_prompt, reference_model
+from tiny_models import random_prompt, reference_model
 
 NUM_GUESSES = 3
 EPS = 1e-6
@@ -78,96 +70,40 @@ class PublishedHead:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * self.weights[name]
 
 
-class Served:
-    """The model's runner with its head beside it, and what it has computed of slot 1."""
-
-    def __init__(self, folder: Path, **model: str) -> None:
-        config = json.dumps({"method": "mtp", "num_speculative_tokens": NUM_GUESSES})
-        options = node_options("unified", folder, speculative_config=config)
-        loaded = load(replace(options, model=ModelOptions(str(folder), **model)))  # type: ignore[arg-type]
-        assert isinstance(loaded.draft, LoadedHead)
-        assert isinstance(loaded.draft.head, MtpHead)
-        self.head = loaded.draft.head
-        self.runner = ModelRunner(
-            loaded.model, allocate_pool(loaded.layout, 32, loaded.device), options.scheduler, BLOCK, 512, ()
-        )
-        assert self.runner.features is not None
-        self.steps = HeadSteps(self.head, self.runner.features, self.runner.state, 16, 512)
-
-    def run(self, rows: list[ScheduledRow], samples: list[SampleRow], **parts: object) -> list[int]:
-        return self.runner.execute(SchedulerOutput(0, tuple(rows), tuple(samples), **parts)).result().token_ids.tolist()  # type: ignore[arg-type]
-
-    def prompt(self, prompt: list[int], chunk: int) -> list[int]:
-        """Computes a prompt in two chunks: its tokens, and the one drawn."""
-        self.run([ScheduledRow(1, 0, chunk)], [], new_slots=(new_slot(1, prompt, BLOCKS),))
-        rest = ScheduledRow(1, chunk, len(prompt) - chunk)
-        return [*prompt, *self.run([rest], [SampleRow(0, 1, len(prompt), 0, 0)])]
-
-    def guesses(self, token_ids: list[int]) -> list[int]:
-        row = HeadRow(1, len(token_ids) - 1, token_ids[-1], NUM_GUESSES, 0, 0)
-        [made] = self.steps.guess([row], ()) or [[]]
-        return made
+def served_of(folder: Path, **model: str) -> ServedHead:
+    """The model that lies there with its head."""
+    config = json.dumps({"method": "mtp", "num_speculative_tokens": NUM_GUESSES})
+    options = node_options("unified", folder, speculative_config=config)
+    return ServedHead(replace(options, model=ModelOptions(str(folder), **model)), NUM_GUESSES)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_guesses_are_those_of_the_published_head(tmp_path: Path, family: str) -> None:
-    """Behind a prompt in chunks, a token of its own, and a step with drafts of which the second is wrong."""
     checkpoint = random_mtp(tmp_path, family)
-    published, served = PublishedHead(checkpoint), Served(checkpoint.served)
-    tokens = served.prompt(random_prompt(37, seed=3), 21)
-    seen: list[int] = []
+    published = PublishedHead(checkpoint)
 
-    def check() -> None:
-        expected, lead = published.guesses(tokens, NUM_GUESSES)
-        assert lead > 1e-3, "the reference itself is undecided"
-        assert served.guesses(tokens) == expected
-        seen.extend(expected)
+    def next_token(token_ids: list[int]) -> int:
+        with torch.inference_mode():
+            return int(published.model(torch.tensor([token_ids])).logits[0, -1].argmax())
 
-    check()
-    tokens += served.run([ScheduledRow(1, 37, 1)], [SampleRow(0, 1, 38, 0, 1)])
-    check()
-    with torch.inference_mode():
-        right = int(published.model(torch.tensor([tokens])).logits[0, -1].argmax())
-    drafts = [right, (right + 1) % VOCAB, 5]
-    rows = [ScheduledRow(1, 38 + place, 1) for place in range(4)]
-    samples = [SampleRow(place, 1, 39 + place, 0, 2 + place, draft) for place, draft in enumerate([-1, *drafts])]
-    drawn = served.run(rows, samples)
-    assert drawn[0] == right
-    tokens += drawn[:2]  # the second draft was wrong, and what its place drew is the sequence's own
-    check()
-    assert len(set(seen)) > 3, "a head that says little tests little"
+    check_guesses(served_of(checkpoint.served), published, next_token)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fork_and_rows_of_a_graph_have_the_same_features(tmp_path: Path, family: str) -> None:
-    """A prompt's second chunk as rows of one token, as graphs run it, longer than what is kept of a slot; then a
-    sample that forks, in blocks that come with the guess."""
     checkpoint = random_mtp(tmp_path, family, seed=1)
-    published, served, prompt = PublishedHead(checkpoint), Served(checkpoint.served), random_prompt(32, seed=5)
-    graphs = RunsDirectly(served.runner.model, served.runner.state, 32, 512, features=served.runner.features)
-    served.run([ScheduledRow(1, 0, 20)], [], new_slots=(new_slot(1, prompt, BLOCKS[:2]),))
-    rows = [ScheduledRow(1, position, 1) for position in [30, *range(20, 30)]]  # sampled rows come first
-    with torch.inference_mode():
-        graphs.run(rows)
-    samples = [SampleRow(0, 3, 32, 1, 0), SampleRow(0, 1, 32, 0, 0)]
-    forks = (ForkSlot(3, 1, 32, BLOCKS[:2], sample_index=1),)
-    made = served.run([ScheduledRow(1, 31, 1)], samples, forks=forks)
-    expected, lead = published.guesses([*prompt, made[0]], NUM_GUESSES)
-    assert lead > 1e-3
-    order = [HeadRow(1, 32, made[1], NUM_GUESSES, 0, 0), HeadRow(3, 32, made[0], NUM_GUESSES - 1, 1, 0)]
-    appends = [BlockAppend(1, 2, 21), BlockAppend(3, 2, 22)]
-    assert served.steps.guess(order, appends) == [expected, expected[:-1]]
+    check_fork(served_of(checkpoint.served), PublishedHead(checkpoint))
 
 
 def test_matrices_of_a_heads_own_are_used_and_copies_are_not_kept_twice(tmp_path: Path) -> None:
     own, copies = (random_mtp(tmp_path / str(own), "deepseek_v3", has_own_matrices=own) for own in (True, False))
-    served = Served(own.served)
+    served = served_of(own.served)
     tokens = served.prompt(random_prompt(30, seed=2), 16)
     expected, lead = PublishedHead(own).guesses(tokens, NUM_GUESSES)
     assert lead > 1e-3
     assert served.guesses(tokens) == expected
     assert expected != PublishedHead(copies).guesses(tokens, NUM_GUESSES)[0]
-    for each, is_shared in ((served, False), (Served(copies.served), True)):
+    for each, is_shared in ((served, False), (served_of(copies.served), True)):
         model = each.runner.model
         assert (each.head.embedding_VE.data_ptr() == model.embed_tokens.weight.data_ptr()) is is_shared
         assert (each.head.output_VE.data_ptr() == model.lm_head.weight.data_ptr()) is is_shared
@@ -180,7 +116,7 @@ def test_a_quantised_head_guesses_by_its_dequantised_weights(tmp_path: Path) -> 
     deeper = shutil.copytree(twin, tmp_path / "deeper")
     config = json.loads((twin / "config.json").read_text())
     (deeper / "config.json").write_text(json.dumps(config | {"num_hidden_layers": plain.num_layers + 1}))
-    served = Served(quantised)
+    served = served_of(quantised)
     assert served.head.layer.self_attn.o_proj.quantised is not None
     assert not isinstance(served.head.layer.mlp.experts.gate_up_proj, torch.Tensor)
     tokens = served.prompt(random_prompt(37, seed=3), 21)
@@ -192,7 +128,7 @@ def test_a_quantised_head_guesses_by_its_dequantised_weights(tmp_path: Path) -> 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_that_is_made_smaller_keeps_its_head_as_it_is_stored(tmp_path: Path, family: str) -> None:
     checkpoint = random_mtp(tmp_path, family)
-    made, plain = (Served(checkpoint.served, quantization=how) for how in ("fp8", "auto"))
+    made, plain = (served_of(checkpoint.served, quantization=how) for how in ("fp8", "auto"))
     assert made.runner.model.layers[-1].self_attn.o_proj.quantised is not None
     ours, theirs = (dict(each.head.named_parameters()) for each in (made, plain))
     assert ours.keys() == theirs.keys()
@@ -203,6 +139,6 @@ def test_a_model_that_is_made_smaller_keeps_its_head_as_it_is_stored(tmp_path: P
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_made_up_weights_guess(tmp_path: Path, family: str) -> None:
-    served = Served(random_mtp(tmp_path, family).served, load_format="dummy")
+    served = served_of(random_mtp(tmp_path, family).served, load_format="dummy")
     made = served.guesses(served.prompt(random_prompt(20, seed=1), 8))
     assert len(set(made)) > 1
