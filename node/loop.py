@@ -149,8 +149,7 @@ class NodeLoop:
         self._read = None
         if not self._core.has_work():
             return False
-        self._core.launch(self._before_execution, self._look_at_step)
-        self._charge("launch")
+        self._launch()
         if self._is_urgent is not None:
             self._serve_urgent(self._is_urgent)
         events = self._core.read()
@@ -158,11 +157,14 @@ class NodeLoop:
         self._charge("device")
         if self._core.device_waits:  # for the next step, so that comes before what the last one made is told
             self._apply_effects()
-            self._core.launch(self._before_execution, self._look_at_step)
-            self._charge("launch")
+            self._launch()
         if events:
             self._logic.on_engine_events(events)
         return self._core.inflight
+
+    def _launch(self) -> None:
+        self._core.launch(self._before_execution, self._look_at_step)
+        self._charge("launch")
 
     def _step_beside(self) -> bool:
         """Does a whole step of the engine beside. Returns whether there was one."""

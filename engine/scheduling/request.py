@@ -193,6 +193,7 @@ class Request:
     @property
     def num_launched_tokens(self) -> int:
         """Tokens that the device has once the launched steps have run."""
+        # `num_tokens` and those in flight; of every stream in every step several ask, so it is one call.
         return self.num_prompt_tokens + len(self.output_token_ids) + self.num_in_flight
 
     @property

@@ -7,17 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from decode_trio import Trio, joined
-from eagle_heads import DEMO, SIZE, knowing_head, next_tokens, random_head, walking_model
-from served_head import GREEDY, check_knowing, nodes_of, walk
+from eagle_heads import DEMO, knowing_head, random_head, walking_model
+from served_head import GREEDY, check_adapters, check_knowing, check_moved, nodes_of
 from split_pair import changed
-from tiny_adapters import tiny_adapter
 
 from in_process_cluster import Node, client_of, node_options
-from tandem.engine.adapters.adapter_files import read_adapter
-from tandem.engine.contracts.config import LoraOptions, ModelOptions
+from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
-from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.node.setup import load
 
 
@@ -50,34 +46,13 @@ def test_drawn_tokens_are_guessed_by_the_numbers_of_their_places(tmp_path: Path)
 
 
 def test_a_stream_that_moves_takes_the_heads_keys_along(tmp_path: Path) -> None:
-    model, head = walking_model(tmp_path / "model"), knowing_head(tmp_path / "head")
-    roles = ("prefill", "decode", "decode")
-    nodes = [Node(node_options(role, model, speculative_config=headed(head))) for role in roles]
-    prompt = [7 * place % SIZE for place in range(90)]
-    with client_of(nodes) as client:
-        result, moved = Trio(*nodes, client).move_one("walk", prompt, changed(GREEDY, max_tokens=300))
-        assert joined(result, moved) == walk(int(next_tokens()[prompt[-1]]), 300)
-        counts = nodes[2].process.logic.scheduler.spec_counters
-        assert counts["spec_accepted_tokens"] >= 0.8 * counts["spec_draft_tokens"] > 20, counts
+    model, config = walking_model(tmp_path / "model"), headed(knowing_head(tmp_path / "head"))
+    check_moved(lambda role: node_options(role, model, speculative_config=config))
 
 
 def test_adapters_and_log_probabilities_of_prompts_stay_what_they_are(tmp_path: Path) -> None:
-    adapter, head = tiny_adapter(tmp_path / "adapter", DEMO, seed=5), random_head(tmp_path / "head")
-    ref = AdapterRef(str(adapter), read_adapter(str(adapter)).digest)
-    prompt, seen = [17 * place % 2000 + 10 for place in range(50)], []
-    for config in ("", headed(head)):
-        lora = LoraOptions(enable_lora=True)
-        node = Node(node_options("unified", DEMO, speculative_config=config, lora=lora, chunk=32))
-        with client_of([node]) as client:
-            adapted = client.submit("adapted", prompt, GREEDY, decode=node.info, adapter=ref)
-            plain = client.submit("plain", prompt, changed(GREEDY, num_prompt_logprobs=1), decode=node.info)
-            client.wait()
-            assert adapted.failed is plain.failed is None
-            seen.append((adapted.output(), plain.output()))
-        drafted = node.process.logic.scheduler.spec_counters.get("spec_draft_tokens", 0)
-    assert seen[0] == seen[1]
-    assert seen[0][0] != seen[0][1]
-    assert drafted > 0
+    config, prompt = headed(random_head(tmp_path / "head")), [17 * place % 2000 + 10 for place in range(50)]
+    check_adapters(DEMO, DEMO, config, prompt, tmp_path / "adapter")
 
 
 # --- what is refused ----------------------------------------------------------------------------------------

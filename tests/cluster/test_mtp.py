@@ -9,19 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from decode_trio import Trio, joined
-from eagle_heads import DEMO, SIZE, next_tokens
+from eagle_heads import DEMO
 from mtp_heads import FAMILIES, MtpCheckpoint, knowing_mtp, random_mtp
 from quantised_checkpoints import quantised_folders
-from served_head import GREEDY, check_knowing, nodes_of, walk
+from served_head import GREEDY, check_adapters, check_knowing, check_moved, nodes_of
 from split_pair import SAMPLED, changed
-from tiny_adapters import tiny_adapter
 
 from in_process_cluster import Node, client_of, node_options
-from tandem.engine.adapters.adapter_files import read_adapter
-from tandem.engine.contracts.config import LoraOptions, ModelOptions
+from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
-from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.node.setup import load
 from tiny_models import check_greedy, random_prompt
 
@@ -86,33 +82,12 @@ def test_a_head_of_random_weights_changes_no_output(
 @pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("mimo", marks=pytest.mark.slow)])
 def test_a_stream_that_moves_takes_what_its_head_keeps_along(family: str, tmp_path: Path) -> None:
     model = knowing_mtp(tmp_path, family).served
-    nodes = [Node(node_options(role, model, speculative_config=guessing())) for role in ("prefill", "decode", "decode")]
-    prompt = [7 * place % SIZE for place in range(90)]
-    with client_of(nodes) as client:
-        result, moved = Trio(*nodes, client).move_one("walk", prompt, changed(GREEDY, max_tokens=300))
-        assert joined(result, moved) == walk(int(next_tokens()[prompt[-1]]), 300)
-        counts = nodes[2].process.logic.scheduler.spec_counters
-        assert counts["spec_accepted_tokens"] >= 0.8 * counts["spec_draft_tokens"] > 20, counts
+    check_moved(lambda role: node_options(role, model, speculative_config=guessing()))
 
 
 def test_adapters_and_log_probabilities_of_prompts_stay_what_they_are(tmp_path: Path) -> None:
     checkpoint = random_mtp(tmp_path, "mimo")
-    adapter = tiny_adapter(tmp_path / "adapter", checkpoint.plain, seed=5)
-    ref = AdapterRef(str(adapter), read_adapter(str(adapter)).digest)
-    prompt, seen, drafted = random_prompt(50, seed=1), [], 0
-    for config in ("", guessing()):
-        lora = LoraOptions(enable_lora=True)
-        node = Node(node_options("unified", checkpoint.served, speculative_config=config, lora=lora, chunk=32))
-        with client_of([node]) as client:
-            adapted = client.submit("adapted", prompt, GREEDY, decode=node.info, adapter=ref)
-            plain = client.submit("plain", prompt, changed(GREEDY, num_prompt_logprobs=1), decode=node.info)
-            client.wait()
-            assert adapted.failed is plain.failed is None
-            seen.append((adapted.output(), plain.output()))
-        drafted = node.process.logic.scheduler.spec_counters.get("spec_draft_tokens", 0)
-    assert seen[0] == seen[1]
-    assert seen[0][0] != seen[0][1]
-    assert drafted > 0
+    check_adapters(checkpoint.served, checkpoint.plain, guessing(), random_prompt(50, seed=1), tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

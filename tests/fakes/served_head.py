@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from decode_trio import Trio, joined
 from eagle_heads import SIZE, next_tokens
 from handmade_steps import BLOCK, RunsDirectly, new_slot
+from split_pair import changed
+from tiny_adapters import tiny_adapter
 
-from in_process_cluster import Node, client_of
-from tandem.engine.contracts.config import NodeOptions
+from in_process_cluster import Node, client_of, node_options
+from tandem.engine.adapters.adapter_files import read_adapter
+from tandem.engine.contracts.config import LoraOptions, NodeOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.device.kv_pool import allocate_pool
 from tandem.engine.running.heads.guess_steps import HeadSteps
 from tandem.engine.running.runner import ModelRunner
@@ -22,6 +28,7 @@ from tandem.node.setup import load
 from tiny_models import VOCAB, random_prompt
 
 BLOCKS = (4, 9, 2, 20)
+PROMPT = [7 * place % SIZE for place in range(90)]  # of models that walk
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 
 
@@ -120,16 +127,46 @@ def nodes_of(roles: list[str], make_options: Callable[[str], NodeOptions]) -> tu
     return nodes, {"decode": nodes[0].info, "prefill": nodes[1].info if len(nodes) > 1 else None}
 
 
+def check_moved(options_of: Callable[[str], NodeOptions]) -> None:
+    """A stream that moves takes along what its head keeps."""
+    nodes = [Node(options_of(role)) for role in ("prefill", "decode", "decode")]
+    with client_of(nodes) as client:
+        result, moved = Trio(*nodes, client).move_one("walk", PROMPT, changed(GREEDY, max_tokens=300))
+        assert joined(result, moved) == walk(int(next_tokens()[PROMPT[-1]]), 300)
+        counts = nodes[2].process.logic.scheduler.spec_counters
+        assert counts["spec_accepted_tokens"] >= 0.8 * counts["spec_draft_tokens"] > 20, counts
+
+
+def check_adapters(model: Path, plain: Path, config: str, prompt: list[int], folder: Path) -> None:
+    """Outputs of an adapter, and beside log-probabilities of prompts, are with a head what they are without. `plain`:
+    the model's folder as adapters are made for it; `folder` gets one."""
+    adapter = tiny_adapter(folder, plain, seed=5)
+    ref = AdapterRef(str(adapter), read_adapter(str(adapter)).digest)
+    seen, drafted = [], 0
+    for each in ("", config):
+        lora = LoraOptions(enable_lora=True)
+        node = Node(node_options("unified", model, speculative_config=each, lora=lora, chunk=32))
+        with client_of([node]) as client:
+            adapted = client.submit("adapted", prompt, GREEDY, decode=node.info, adapter=ref)
+            unadapted = client.submit("plain", prompt, changed(GREEDY, num_prompt_logprobs=1), decode=node.info)
+            client.wait()
+            assert adapted.failed is unadapted.failed is None
+            seen.append((adapted.output(), unadapted.output()))
+        drafted = node.process.logic.scheduler.spec_counters.get("spec_draft_tokens", 0)
+    assert seen[0] == seen[1]
+    assert seen[0][0] != seen[0][1]
+    assert drafted > 0
+
+
 def check_knowing(nodes: list[Node], where: dict, most_steps: int) -> None:
     """Its guesses are right of a prompt in chunks; of one whose blocks are cached; of samples that fork. What lacks is
     the feature before the first step here, and so a guess or two."""
-    prompt = [7 * place % SIZE for place in range(90)]
-    out = walk(int(next_tokens()[prompt[-1]]), 60)
+    out = walk(int(next_tokens()[PROMPT[-1]]), 60)
     with client_of(nodes) as client:
         scheduler = nodes[0].process.logic.scheduler
         for name, samples in (("chunks", (0,)), ("cached", (0,)), ("forked", (0, 1))):
             num_steps, before = scheduler.num_steps, scheduler.spec_counters
-            result = client.submit(name, prompt, GREEDY, samples=samples, **where)
+            result = client.submit(name, PROMPT, GREEDY, samples=samples, **where)
             client.wait(result)
             assert result.failed is None, result.failed
             assert [result.output(sample) for sample in samples] == [out for _ in samples]

@@ -128,10 +128,10 @@ def main(arguments: list[str]) -> int:
     ]
     if several:
         parts[0] = parts[0][1:]
-    unfinished, is_interrupted = [], False
+    unfinished = []
     with tempfile.TemporaryDirectory() as folder:
         for phases in parts:
-            if is_interrupted:
+            if any(phase.is_interrupted for earlier in parts for phase in earlier):
                 unfinished += [f"the tests marked `{phase.marks}` were not begun" for phase in phases]
                 continue
             for phase in phases:
@@ -141,7 +141,6 @@ def main(arguments: list[str]) -> int:
                 if not phase.ends_until(end):
                     why = "were interrupted" if phase.is_interrupted else f"did not end within {LIMIT_S:.0f} s"
                     unfinished.append(f"the tests marked `{phase.marks}` {why}")
-                is_interrupted |= phase.is_interrupted
                 if phase.report.exists():
                     outcome.add(phase.report)
     outcome.failed += unfinished

@@ -58,9 +58,8 @@ class Speculator:
         next is decided."""
         self._guesser, self._state, self._stall_s = guesser, state, stall_s
         self._acceptances: dict[Request, Acceptance] = {}
-        self._gains: defaultdict[int, Gain] = defaultdict(
-            Gain
-        )  # by the number of streams, from one power of two to the next
+        # By the number of streams, from one power of two to the next.
+        self._gains: defaultdict[int, Gain] = defaultdict(Gain)
         self._turns: deque[Turn | None] = deque()  # of launched steps that are not read; None: it tells nothing
         self._newest_read: Turn | None = None
         self._completed_at = 0.0
