@@ -140,9 +140,17 @@ def test_a_folder_without_tokenizer_ends_it(tmp_path: Path) -> None:
         assert "has no tokenizer.json" in errors
 
 
+def command_of(pid: int) -> str:
+    """The command line of `pid`, empty once it has ended: a killed child's files go while they are read."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def workers_of(pid: int) -> set[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return {int(child) for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()}
+    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return {child for child in children if "spawn_main" in command_of(child)}
 
 
 def test_two_workers_share_the_port_and_are_replaced(
