@@ -44,8 +44,10 @@ help:
 serve: $(STAMPS)/serve
 	$(BIN)/tandem serve $(ARGS)
 
-# The engines under test are small: one thread each is fastest.
+# The engines under test are small: one thread each is fastest. Where an environment forbids bytecode, each of some two
+# hundred processes would compile all of the product again.
 test soak: export OMP_NUM_THREADS = 1
+test soak: export PYTHONDONTWRITEBYTECODE =
 
 test: $(STAMPS)/test
 	$(BIN)/ruff check --quiet .

@@ -1,4 +1,4 @@
-"""Nodes of two ranks on CPU: the tokens of one rank, and nothing left when a rank dies under load."""
+"""Nodes of two ranks on CPU: the tokens of one rank, and nothing left when a rank dies."""
 
 from __future__ import annotations
 
@@ -136,19 +136,13 @@ def test_ranks_give_up_a_step_of_a_model_of_transformers(family: str) -> None:
         node.stop()
 
 
-def test_a_rank_that_dies_takes_its_node_along() -> None:
-    model = tiny_model("llama")
-    with RealCluster(model, "--tensor-parallel-size", "2") as cluster:
-        prompt = random_prompt(40, 1)
-        check_greedy(model, prompt, cluster.tokens(prompt, 16)[0], 16)
-        node = psutil.Process(cluster.pid_of("unified"))
-        (rank,) = node.children()
-        rank.send_signal(signal.SIGKILL)
-        wait_until_gone(node.pid)
-
-
 def test_a_cluster_of_such_nodes_hands_over() -> None:
+    """And a rank that dies takes its node along."""
     model = tiny_model("llama")
     with RealCluster(model, "--tensor-parallel-size", "2", "--prefill", "1", "--decode", "1") as cluster:
         prompt = random_prompt(400, 1)
         check_greedy(model, prompt, cluster.tokens(prompt, 16)[0], 16)
+        node = psutil.Process(cluster.pid_of("decode"))
+        (rank,) = node.children()
+        rank.send_signal(signal.SIGKILL)
+        wait_until_gone(node.pid)
