@@ -158,8 +158,8 @@ def test_two_workers_share_the_port_and_are_replaced(
 ) -> None:
     with RouterProcess(folder, nodes=[node.address], workers=2) as router:
         url = router.url()
+        wait_until(lambda: len(workers_of(router.process.pid)) == 2, "the second worker")
         first = workers_of(router.process.pid)
-        assert len(first) == 2
         wait_until(lambda: len({hello.info.node_id for hello in node.hellos}) == 2, "both workers at the node")
         body = {"prompt": "the fox", "max_tokens": 2}
 
