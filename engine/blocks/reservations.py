@@ -21,7 +21,7 @@ class Kind(enum.IntEnum):
     PULL = enum.auto()  # the same from a peer, which has worked for it
     START = enum.auto()  # a request that lacks blocks to start
     HITS = enum.auto()  # cached blocks of a ticket without a grant, which looks them up again when it gets one
-    CLAIM = enum.auto()  # the first claim in line
+    CLAIM = enum.auto()  # the first claim in line, or a prompt that its sink has granted
     OFFER = enum.auto()  # blocks that a peer was told it may pull; the offer ends by itself, and soon
     RUN = enum.auto()  # a sequence that lacks its next block, before another one is preempted
     # These end elsewhere and give way to nobody: nothing that is parked may keep out who has claimed.

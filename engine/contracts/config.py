@@ -149,7 +149,9 @@ class SchedulerOptions:
         "a step with prompt work beside decodes takes at most this long; 0: 6 on a decode node without "
         "--tpot-target-ms, else without bound",
     ] = 0.0
-    parked_kv_fraction: Annotated[Share, "prefill nodes: share of the pool for KV that has no destination yet"] = 0.25
+    parked_kv_fraction: Annotated[
+        Share, "share of the pool for KV that has no destination yet; nodes that do all work: a quarter at most"
+    ] = 0.25
     speculative_config: Annotated[
         str,
         'guess tokens ahead, as {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '

@@ -248,7 +248,7 @@ class StepPlanner:
         hits = self._kv.cached_prefix(request)
         needed = self._kv.num_future_blocks(request, len(hits)) + admission.num_reserved
         needed_hits = self._kv.needed_hits(request, hits)
-        has_room = self._state.pool.reservations.make_room(needed, Kind.START, request, needed_hits)
+        has_room = self._state.pool.reservations.make_room(needed, self._kind_of(request), request, needed_hits)
         if not has_room and not self._take_blocks(plan, request, hits):
             admission.is_open = False
         elif self._start(plan, request, hits):
@@ -321,7 +321,7 @@ class StepPlanner:
             return False
         for other in yielding:
             self._yield(plan, other)
-            if pool.reservations.make_room(own + self._num_reserved(), Kind.START, request, hits):
+            if pool.reservations.make_room(own + self._num_reserved(), self._kind_of(request), request, hits):
                 return True
         return False  # they shared blocks with others
 
@@ -332,6 +332,11 @@ class StepPlanner:
     def _yield(self, plan: StepPlan, victim: Request) -> None:
         victim.num_yields += 1
         self._preempt(plan, victim)
+
+    def _kind_of(self, request: Request) -> Kind:
+        """What a request asks for room as. Tickets may wait for what a granted prompt keeps at its sink, so that one
+        gets their hits, too."""
+        return Kind.CLAIM if self._is_granted(request) else Kind.START
 
     def _is_granted(self, request: Request) -> bool:
         connector = self._state.connector

@@ -107,7 +107,9 @@ class SinkLedger:
         """Leaves out what no step will read: what is before every window of the prompt's end, and what a running
         sequence's source has freed, which is before token `first_kept`."""
         assert record.request is not None
-        passed = self.pool.window.num_passed(record.request.num_prompt_tokens)
+        # The first row here is that of a running sequence's newest token, or of the one behind a prompt.
+        next_row = record.request.num_prompt_tokens - (record.kind is HandoffKind.SEQUENCE)
+        passed = self.pool.window.num_passed(next_row)
         passed = min(max(passed, first_kept // self.block_size), record.num_blocks - 1)
         needless = passed - record.num_passed
         record.num_passed = passed

@@ -93,8 +93,8 @@ class SinkLine:
                 continue
             self._ledger.pin(record)
             needed = record.num_blocks - record.first_block
-            if not self._may_promise(needed):
-                return
+            if not self._may_promise(record, needed):
+                break  # what is left is for this node's own prompts, and for pulls, which must have an answer
             if needed > self._pool.num_grantable - self._headroom and not self._make_room(record, needed):
                 return
             blocks = self._pool.allocate_grantable(needed)
@@ -104,13 +104,15 @@ class SinkLine:
             self._grant(record, blocks)
         self._grant_pulls()
 
-    def _may_promise(self, needed: int) -> bool:
-        """Whether room is left beside what others may still write here. Nodes that compute for each other would else
-        each have promised all of its blocks and none for what they have to compute (docs/blocks.md)."""
+    def _may_promise(self, head: SinkRecord, needed: int) -> bool:
+        """Whether room is left beside what others may still write here, and the hits that it goes behind. Nodes that
+        compute for each other would else each have promised all of its blocks and none for what they have to compute
+        (docs/blocks.md)."""
         if self._most_promised == math.inf:
             return True
-        promised = sum(len(record.granted) for record in self._ledger.live.values())
-        return not promised or promised + needed <= self._most_promised
+        granted = [record for record in self._ledger.live.values() if record.granted]
+        held = {block_id for record in (*granted, head) for block_id in (*record.hits, *record.granted)}
+        return not granted or len(held) + needed <= self._most_promised
 
     def age(self) -> None:
         """Lets claims that have waited for too long go before all others, in the order of claims."""

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 TOMBSTONE_S, CHUNK_TOMBSTONE_S = 120.0, 10.0  # guesses; of the latter there are many
+MOST_PARKED = 0.25  # of a pool whose node computes for those that compute for it: docs/blocks.md
 # States that wait for the transfer thread of this process. They alone have no deadline: see _warn_of_slow_retire.
 _BEING_RETIRED = (S.DRAINING, S.RETIRING)
 _LIVE = (S.IDLE, S.CLAIMING, S.PARKED, S.PARKED_DONE, S.PUSHING, S.FINALIZING, S.READY)
@@ -66,7 +67,8 @@ class SourceManager:
         self.ledger = SourceLedger(info, pool, options)
         self.actions = SourceActions(self.ledger, self.effects, options)
         self.peers = SourcePeers(self.ledger, self.actions, self.effects)
-        max_parked = int(options.scheduler.parked_kv_fraction * pool.num_blocks)
+        share = options.scheduler.parked_kv_fraction
+        max_parked = int((min(share, MOST_PARKED) if options.role == "unified" else share) * pool.num_blocks)
         self.prompts = PushedPrompts(self.ledger, self.actions, self.peers, max_parked, whole_up_to)
         self.chunks = PushedChunks(self.ledger, self.actions, self.peers)
         self.counters = self.ledger.counters

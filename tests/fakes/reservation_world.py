@@ -171,7 +171,8 @@ class World:
             if isinstance(actor, Sequence):
                 is_open = is_open and self._admit_sequence(index)
             elif is_open or (actor.source == "pushing" and "granted_wait_in_line" not in self.setting.flaws):
-                has_room = self._room(0, actor.blocks, Kind.START, index)
+                kind = Kind.CLAIM if actor.source == "pushing" else Kind.START
+                has_room = self._room(0, actor.blocks, kind, index)
                 is_open = is_open and has_room
                 if has_room or (self.setting.asks_early and actor.source in ("idle", "asked")):
                     self._start_prompt(index)

@@ -9,6 +9,8 @@ from tandem.engine.contracts.wire.handoff import KVPull
 from tests.worlds.node import Possible
 from tests.worlds.world import Event, World
 
+TIMERS = ("source_timer", "sink_timer", "ask_again")
+
 
 def events_of(world: World) -> Iterator[tuple[Event, int]]:
     """Everything that can happen next, with the faults that it costs.
@@ -16,11 +18,12 @@ def events_of(world: World) -> Iterator[tuple[Event, int]]:
     Timers fire only while nothing of their hand-off is under way: one that fires earlier puts a second copy of a
     message beside the first, and that is what the fault "duplicate" does."""
     busy = _busy(world)
+    is_calm = world.setting.is_calm and world.faults_left == world.setting.max_faults
     for event in (*world.asked(), *_free_events(world)):
         yield event, 0
     for name in world.nodes:
         for each in world.look(name).possible:
-            if not world.allows(each.event):
+            if not world.allows(each.event) or (is_calm and each.event[0] in TIMERS):
                 continue
             waits = each.waits_for in busy
             if (not each.fault and not waits) or _is_last(world, name, each, busy):

@@ -12,6 +12,7 @@ import pickle
 import types
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -20,6 +21,7 @@ import numpy as np
 from tandem.engine.blocks.window import BlockWindow
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.handoff import KVGrant
+from tandem.engine.scheduling.request import Prompt
 from tandem.kv_connector.protocol.outcomes import RECOMPUTING
 
 NOW = 1000.0  # of everything that happens: clocks run out when the explorer says so
@@ -40,7 +42,15 @@ UNORDERED = frozenset(
 )  # fmt: skip
 ARMED = frozenset({"resend_at"})  # of a clock it matters whether it runs, not until when
 _CONSTANT_MODULES = ("tandem.engine.contracts.config", "tandem.engine.contracts.security", "tests.worlds.setting")
-_CONSTANT_KINDS = (msgspec.Struct, BlockWindow, types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
+_CONSTANT_KINDS = (
+    msgspec.Struct,
+    BlockWindow,
+    Prompt,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    type,
+)
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
 _SEQUENCES = frozenset({list, deque})
 _SETS = frozenset({set, frozenset})
@@ -156,6 +166,8 @@ class _Mould:
             setattr(part, name, value)
 
     def _persistent(self, value: Any) -> int | None:
+        if type(value) in _PLAIN:
+            return None  # most of all values
         number = self._constants.get(id(value))
         if number is None and _is_constant(value):
             return self._number(value, _key_of(value))
@@ -235,13 +247,20 @@ def plain_reason(reason: str) -> str:
 
 
 def _is_constant(value: Any) -> bool:
-    return isinstance(value, _CONSTANT_KINDS) or type(value).__module__ in _CONSTANT_MODULES
+    kind = type(value)
+    known = _constant.get(kind)
+    if known is None:
+        known = _constant[kind] = issubclass(kind, _CONSTANT_KINDS) or kind.__module__ in _CONSTANT_MODULES
+    return known
 
 
 def _key_of(value: Any) -> Any:
-    return (type(value), repr(value)) if isinstance(value, msgspec.Struct) else None
+    if isinstance(value, Prompt):
+        value = replace(value, arrival=0)  # is a count of its node
+    return (type(value), repr(value)) if isinstance(value, msgspec.Struct | Prompt) else None
 
 
+_constant: dict[type, bool] = {}
 _names: dict[type, tuple[str, ...]] = {}
 _deciding: dict[type, tuple[str, ...]] = {}
 

@@ -11,6 +11,7 @@ import msgspec
 
 from tandem.decode_node.node import DecodeNode
 from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.blocks.window import NO_WINDOW, BlockWindow
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
 from tandem.engine.contracts.rate import Rate
@@ -83,6 +84,7 @@ class Look:
     read: frozenset[AttemptKey]  # whose blocks are held for transfers
     sinks: dict[AttemptKey, NodeKey]  # of this source, until nothing of them is under way
     open: frozenset[AttemptKey]  # that have not ended here
+    untouched: frozenset[AttemptKey]  # prompts that were never asked to claim
     ended: frozenset[AttemptKey]
     is_whole: bool  # nothing is held, nothing is owed
     text: str
@@ -113,9 +115,10 @@ class Node:
         name = key.node_id
         self.options, self.info = setting.options(name), make_info(key)
         self._is_pipelined = setting.is_pipelined
-        self.pool = BlockPool(setting.num_blocks(name), enable_caching=True)
+        window = BlockWindow(setting.window, BLOCK) if setting.window else NO_WINDOW
+        self.pool = BlockPool(setting.num_blocks(name), enable_caching=True, window=window)
         self.handoffs = handoffs = ToldHandoffs(self.info, KEYS, self.pool, self.options, NoTiers(), Rate())
-        self.planner = Planner(self.pool, handoffs.source.prompts if name == "p" else None, handoffs.puller)
+        self.planner = Planner(self.pool, None if name == "d" else handoffs.source.prompts, handoffs.puller)
         book = RequestBook(1 << 20, 1 << 20, self.pool.shares)
         kind = PrefillNode if name == "p" else DecodeNode
         self.logic = kind(self.info, book, self.planner, self.pool, 99, handoffs)  # type: ignore[arg-type]
@@ -276,6 +279,7 @@ class Node:
             read=frozenset(reads),
             sinks={key: each.peer.key for key, each in sources.items() if each.machine.state is not S.CLOSED},
             open=frozenset(is_open),
+            untouched=frozenset(key for key, each in sources.items() if each.machine.state is S.IDLE and not each.hold),
             ended=frozenset({*ended, *self.handoffs.pull_server._answered} - is_open),
             is_whole=self.logic.is_empty and not left and self.pool.num_free == self.pool.num_blocks,
             text=f"{self.info.node_id}: {', '.join(states)}",

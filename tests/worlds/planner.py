@@ -50,6 +50,7 @@ class Planner:
         assert len(block_ids) == -(-request.num_prompt_tokens // BLOCK), "committed KV has a hole"
         self._adopt(request)
         request.block_ids, request.num_computed_tokens = block_ids, request.num_prompt_tokens
+        request.num_passed_blocks = block_ids.count(self.pool.null_block)
         alive = [(token.sample_index, token.token_id) for token in first_tokens if not token.finished]
         if alive:
             ((sample, token),) = alive  # nobody forks here
@@ -74,6 +75,8 @@ class Planner:
     def check_integrity(self) -> None:
         for request in self.running:
             assert all(self.pool.ref_count(block_id) for block_id in request.block_ids), "it runs on freed blocks"
+            needless = self.pool.window.num_passed(request.num_computed_tokens)
+            assert request.num_passed_blocks <= needless, "a block that the next row reads was given back, or not sent"
 
     # --- for who explores -----------------------------------------------------------------------------------
 
@@ -84,7 +87,8 @@ class Planner:
             return []
         hits = self.pool.match_prefix(request.block_hashes[: (request.num_tokens - 1) // BLOCK])
         num_new = -(-request.num_tokens // BLOCK) - len(hits)
-        if not self.pool.reservations.make_room(num_new, Kind.START, request, hits):
+        kind = Kind.CLAIM if connector is not None and connector.is_granted(request) else Kind.START
+        if not self.pool.reservations.make_room(num_new, kind, request, hits):
             return []
         if self.tiers.prepare(request, request.block_hashes, hits, runs_alone=not self.running) is None:
             return []
@@ -121,6 +125,7 @@ class Planner:
         missing = -(-request.num_tokens // BLOCK) - len(request.block_ids)
         new = self.pool.allocate(max(0, missing))
         assert new is not None, "a setting's pools have room for all sequences"
+        self._slide(request)
         request.block_ids = [*request.block_ids, *new]
         written = request.block_ids[request.num_computed_tokens // BLOCK :]
         is_read = any(self.pool.ref_count(block_id) > 1 for block_id in written)
@@ -145,7 +150,7 @@ class Planner:
         """And takes it up again at once: there is room."""
         self.pool.free(request.block_ids, None)
         request.num_preemptions += 1
-        request.num_computed_tokens, request.block_ids = 0, []
+        request.num_computed_tokens, request.num_passed_blocks, request.block_ids = 0, 0, []
 
     def leave(self, request: Request) -> None:
         for line in (self.waiting, self.running):
@@ -159,6 +164,16 @@ class Planner:
         self.tiers.ended(request)
 
     # --- inside ---------------------------------------------------------------------------------------------
+
+    def _slide(self, request: Request) -> None:
+        """Gives back what the next row does not read, as KVAllocator.slide does."""
+        first = request.num_passed_blocks
+        num_passed = 0 if request.keeps_blocks else self.pool.window.num_passed(request.num_computed_tokens)
+        if num_passed > first:
+            passed = request.block_ids[first:num_passed]
+            request.block_ids = [*self.pool.passed(num_passed), *request.block_ids[num_passed:]]
+            self.pool.free([*[self.pool.null_block] * first, *passed], None)
+            request.num_passed_blocks = num_passed
 
     def _adopt(self, request: Request) -> None:
         request.max_num_tokens = max_num_tokens(request, 1 << 20)

@@ -1,5 +1,5 @@
-"""Prompts that a prefill node "p" hands to a decode node "d". Nobody but the two helps: the router cancels only by a
-fault."""
+"""Prompts that a prefill node "p" hands to a decode node "d", or that two nodes which do all work hand to each other.
+Nobody but the two helps: the router cancels only by a fault."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class PromptUniverse(Universe):
         """The frozen state in which everything begins."""
         setting = self.setting
         world = self.world(self.first((None,) * setting.num_requests, frozenset()))
-        world.meet(("p", "d"))
+        world.meet(setting.names)
         for r, num_hits in enumerate(setting.hits):
             if num_hits:
-                world.at("d", "cache", tuple(hashes_of(f"r{r}", num_hits)))
+                world.at(setting.way(r)[1], "cache", tuple(hashes_of(f"r{r}", num_hits)))
         for r in range(setting.num_requests if setting.submitted else 0):
             world.place(r)
-            for side in "pd":
-                world.submit(side, r)
+            for name in world.told(r):
+                world.submit(name, r)
         return world.freeze()
 
     def world(self, state: tuple) -> PromptWorld:
@@ -42,7 +42,7 @@ class PromptUniverse(Universe):
 
 class PromptWorld(World):
     def thaw(self, placed: tuple, pending: frozenset) -> None:
-        """Epochs of the two by request; submits and cancels under way."""
+        """Epochs of source and sink by request; submits and cancels under way."""
         self.placed, self.pending = list(placed), set(pending)
 
     def own(self) -> tuple:
@@ -51,42 +51,45 @@ class PromptWorld(World):
     # --- router ---------------------------------------------------------------------------------------------
 
     def place(self, r: int) -> None:
-        self.placed[r] = tuple(self.epochs.values())
-        sides = "d" if r in self.setting.pulls else "pd"
-        self.pending |= {("submit", side, r) for side in sides}
+        self.placed[r] = tuple(self.epochs[name] for name in self.setting.way(r))
+        self.pending |= {("submit", name, r) for name in self.told(r)}
 
     def cancel(self, r: int) -> None:
-        sides = "d" if r in self.setting.pulls else "pd"
-        self.pending |= {("cancel", side, r) for side in sides}
+        self.pending |= {("cancel", name, r) for name in self.told(r)}
 
-    def submit(self, side: str, r: int) -> None:
-        self.pending.discard(("submit", side, r))
-        source_epoch, sink_epoch = self.placed[r]
-        mode: Any = "full" if r in self.setting.pulls else "prefill" if side == "p" else "decode"
-        source, sink = PeerRef("p", source_epoch, ""), PeerRef("d", sink_epoch, "")
+    def told(self, r: int) -> str:
+        """The nodes that hear of it from the router."""
+        way = self.setting.way(r)
+        return way[1] if r in self.setting.pulls else way
+
+    def submit(self, name: str, r: int) -> None:
+        self.pending.discard(("submit", name, r))
+        source, sink = (PeerRef(*each, "") for each in zip(self.setting.way(r), self.placed[r], strict=True))
+        mode: Any = "full" if r in self.setting.pulls else "prefill" if name == source.node_id else "decode"
         num_tokens = self.setting.num_prompt_tokens(r)
         submit = Submit(
             request_id=f"r{r}", attempt=1, mode=mode, prompt_token_ids=np.zeros(num_tokens, "<i4").tobytes(),
             sampling=ALONE if mode == "full" else ONE_MORE, peer={"prefill": sink, "decode": source}.get(mode),
             prefix=PrefixHint(source, num_tokens) if mode == "full" else None, priority=self.setting.priorities[r],
         )  # fmt: skip
-        self.at(side, "hear", ROUTER, submit)
+        self.at(name, "hear", ROUTER, submit)
 
-    def arrive_cancel(self, side: str, r: int) -> None:
-        self.pending.discard(("cancel", side, r))
-        self.at(side, "hear", ROUTER, Cancel(request_id=f"r{r}", attempt=1))
+    def arrive_cancel(self, name: str, r: int) -> None:
+        self.pending.discard(("cancel", name, r))
+        self.at(name, "hear", ROUTER, Cancel(request_id=f"r{r}", attempt=1))
 
     # --- lives ----------------------------------------------------------------------------------------------
 
     def crash(self, name: str) -> None:
         for r, placed in enumerate(self.placed):
-            if placed and placed["pd".index(name)] == self.epochs[name]:
-                self.ends.setdefault((name, AttemptKey(f"r{r}", 1)), "died")
+            way = self.setting.way(r)
+            if placed and name in way and placed[way.index(name)] == self.epochs[name]:
+                self.ends.setdefault(("pd"[way.index(name)], AttemptKey(f"r{r}", 1)), "died")
         self.pending = {each for each in self.pending if each[1] != name}
         super().crash(name)
 
-    def reconnect(self) -> None:
-        self.at("d", "greet", self.life("p"))
+    def reconnect(self, sink: str, source: str) -> None:
+        self.at(sink, "greet", self.life(source))
 
     # --- for who explores -----------------------------------------------------------------------------------
 
@@ -94,29 +97,50 @@ class PromptWorld(World):
         for r, placed in enumerate(self.placed):
             if placed is None:
                 yield "place", r
-        for kind, side, r in self.pending:
+        for kind, name, r in self.pending:
             if kind == "submit":
-                yield "submit", side, r
-            elif ("submit", side, r) not in self.pending:  # a cancel travels behind its submit
-                yield "arrive_cancel", side, r
+                yield "submit", name, r
+            elif ("submit", name, r) not in self.pending:  # a cancel travels behind its submit
+                yield "arrive_cancel", name, r
 
     def wrong(self) -> Iterator[Event]:
         faults = self.setting.faults
-        if "crash_source" in faults and not self.past_lives("p"):
-            yield "crash", "p"
-        if "crash_sink" in faults and not self.past_lives("d"):
-            yield "crash", "d"
         if "cancel" in faults:
             yield from (("cancel", r) for r, placed in enumerate(self.placed) if placed)
-        is_lost = ("d", self.life("p")) in self.transport.lost
-        if "suspect_source" in faults and not is_lost:
-            yield "at", "d", "suspect_source", self.life("p")
-        if "reconnect" in faults and is_lost:
-            yield ("reconnect",)
-        if "suspect_sink" in faults and self.look("p").sinks:
-            yield "at", "p", "suspect_sink", self.life("d")
+        for source, sink in sorted({self.setting.way(r) for r in range(self.setting.num_requests)}):
+            if "crash_source" in faults and not self.past_lives(source):
+                yield "crash", source
+            if "crash_sink" in faults and not self.past_lives(sink):
+                yield "crash", sink
+            is_lost = (sink, self.life(source)) in self.transport.lost
+            if "suspect_source" in faults and not is_lost:
+                yield "at", sink, "suspect_source", self.life(source)
+            if "reconnect" in faults and is_lost:
+                yield "reconnect", sink, source
+            if "suspect_sink" in faults and self.look(source).sinks:
+                yield "at", source, "suspect_sink", self.life(sink)
+
+    def allows(self, event: Event) -> bool:
+        """Of requests that can't be told apart the first is begun first (tickets with hits can: the newest gives way),
+        and so is one of the first node's where nodes can't be told apart either."""
+        if event[0] != "start" or not self.setting.is_calm:
+            return True
+        r, setting = _request_of(event[1]), self.setting
+        twins = [each for each in range(r) if setting.kind(each) == setting.kind(r) and not setting.hits[r]]
+        if any(AttemptKey(f"r{each}", 1) in self.look(setting.way(r)[0]).untouched for each in twins):
+            return False
+        is_first = sum(len(self.look(name).untouched) for name in self.nodes) == setting.num_requests
+        return not (is_first and setting.is_mirrored and setting.way(r)[0] != self.setting.names[0])
 
     def is_over_elsewhere(self, name: str, key: AttemptKey) -> bool:
-        other = "d" if name == "p" else "p"
-        is_due = any(kind == "submit" and side == other and f"r{r}" == key.request_id for kind, side, r in self.pending)
-        return not is_due and (key in self.look(other).ended or (other, key) in self.ends)
+        (other,) = {*self.nodes} - {name}
+        is_due = any(kind == "submit" and at == other and f"r{r}" == key.request_id for kind, at, r in self.pending)
+        return not is_due and (key in self.look(other).ended or (self._side(other, key), key) in self.ends)
+
+    def _side(self, name: str, key: AttemptKey) -> str:
+        """Of a hand-off; that of a pull is named after its request."""
+        return "pd"[self.setting.way(_request_of(key)).index(name)]
+
+
+def _request_of(key: AttemptKey) -> int:
+    return int(key.request_id.split("/")[0][1:])

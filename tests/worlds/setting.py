@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,10 @@ class Bounds:
     is_revocable: bool = False  # one-sided, and yet a fence ends while the source lives: it takes old grants away
     max_faults: int = 1
     faults: frozenset[str] = ALL_FAULTS
+    is_calm: bool = (
+        False  # bytes move at once, nothing is sent again before something has gone wrong, twins go in order
+    )
+    window: int = 0  # tokens that every layer sees; 0: all
     is_pipelined: bool = False  # a sequence's tokens are in flight for a while before the host knows them
 
     @property
@@ -43,8 +48,8 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Setting(Bounds):
-    """Prompts from "p" to "d". Sizes are in blocks; a prompt has `granted[r] + hits[r]` of them, and one more if it
-    pulls them."""
+    """Prompts from "p" to "d", or both ways between "a" and "b", which do all work. Sizes are in blocks; a prompt has
+    `granted[r] + hits[r]` of them, and one more if it pulls them."""
 
     granted: tuple[int, ...] = (1, 1)
     pulls: tuple[int, ...] = ()  # requests that the sink computes, and pulls of the source what that has of them
@@ -54,7 +59,7 @@ class Setting(Bounds):
     sink_blocks: int = 4
     priorities: tuple[int, ...] = (0, 0)  # of requests; lower goes first
     submitted: bool = False  # start with every request known to both nodes
-    names = ("p", "d")
+    ways: tuple[str, ...] = ()  # of each request, "ab" or "ba"; none: all from "p" to "d"
 
     def universe(self) -> Any:
         from tests.worlds.prompts import PromptUniverse
@@ -65,19 +70,39 @@ class Setting(Bounds):
     def num_requests(self) -> int:
         return len(self.granted)
 
+    @property
+    def names(self) -> tuple[str, str]:
+        return ("a", "b") if self.ways else ("p", "d")
+
+    def way(self, r: int) -> str:
+        """Names of its source and its sink."""
+        return self.ways[r] if self.ways else "pd"
+
     def grants(self, name: str) -> bool:
         """Whether others may be granted blocks there."""
-        return name == "d"
+        return name != "p"
 
     def num_blocks(self, name: str) -> int:
-        return self.source_blocks if name == "p" else self.sink_blocks
+        return self.source_blocks if name in "pa" else self.sink_blocks
 
     def num_prompt_tokens(self, r: int) -> int:
         """So many that its first token's KV has room in its last block; what is pulled ends below the last token."""
         return BLOCK * (self.granted[r] + self.hits[r]) + (1 if r in self.pulls else -1)
 
+    def kind(self, r: int) -> tuple:
+        """Equal for requests that can't be told apart before they are begun."""
+        return self.way(r), self.granted[r], self.hits[r], self.priorities[r], r in self.pulls
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether it stays the same if both nodes change their names."""
+        kinds = Counter(map(self.kind, range(self.num_requests)))
+        mirrored = Counter({(way[::-1], *rest): number for (way, *rest), number in kinds.items()})
+        return bool(self.ways) and kinds == mirrored and self.source_blocks == self.sink_blocks
+
     def options(self, name: str) -> NodeOptions:
-        return _options("prefill" if name == "p" else "decode", self.max_parked / self.source_blocks)
+        role = {"p": "prefill", "d": "decode"}.get(name, "unified")
+        return _options(role, self.max_parked / self.source_blocks)
 
 
 @dataclass(frozen=True)

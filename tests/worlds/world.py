@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
-from tandem.engine.contracts.wire.handoff import KVCommitted, KVGrant, KVRefused, KVRelease, KVWait
+from tandem.engine.contracts.wire.handoff import KVCommitted, KVGrant, KVReady, KVRefused, KVRelease, KVWait
 from tandem.kv_connector.protocol.effects import Send
 from tandem.kv_connector.protocol.jobs import BlockPush, CloseGrant, OpenGrant, TransferJob
 from tandem.kv_connector.protocol.outcomes import Commit, HandoffCompleted, HandoffFailed
@@ -321,6 +321,24 @@ class World:
 
     def apply(self, event: Event) -> None:
         getattr(self, event[0])(*event[1:])
+        while self.setting.is_calm and self._move():
+            pass
+
+    def _move(self) -> bool:
+        """Lets a write land, a transfer thread take its next job, a sink hear that all is written; False if nothing is
+        left to do."""
+        transport = self.transport
+        if transport.writes:
+            self.land(min(transport.writes), "good")
+            return True
+        for owner in sorted(transport.jobs):
+            if transport.can_run(owner, self.setting.one_sided):
+                self.run_job(*owner)
+                return True
+        letters = [each for each in self.network if isinstance(self.universe.letters[each][2], KVReady)]
+        for letter in letters[:1]:
+            self.deliver(letter)
+        return bool(letters)
 
     def check_quiet(self) -> None:
         """Nothing more will happen: everything has ended and every pool is whole."""
@@ -337,7 +355,7 @@ class World:
 
     def check(self) -> None:
         """What the two sides tell the router must fit together, and deadlines alone must end what is open."""
-        for number in self.nodes.values():
+        for number in () if self.setting.is_calm else self.nodes.values():
             self.universe.check_deadlines(number)
         for (side, key), how in self.ends.items():
             sink = self.ends.get(("d", key), "")

@@ -10,6 +10,8 @@ import pytest
 
 from tandem.decode_node import node
 from tandem.engine.scheduling.request import Request
+from tandem.kv_connector.protocol.kind import HandoffKind
+from tandem.kv_connector.sink.ledger import SinkLedger
 from tandem.kv_connector.sink.manager import SinkManager
 from tandem.kv_connector.source.ledger import SourceLedger
 from tandem.kv_connector.source.manager import SourceManager
@@ -24,6 +26,7 @@ THERE_AND_ON: Any = {"moves": ((0, 0, "a", "b"), (0, 0, "b", "c")), "names": ("a
 BOTH_WAYS: Any = {"starts": ("a", "b"), "moves": ((0, 0, "a", "b"), (1, 0, "b", "a"))}
 SAMPLES: Any = {"num_samples": 2, "moves": ((0, 0, "a", "b"), (0, 1, "a", "b"))}
 EARLY: Any = {"is_pipelined": True, "num_prompt_tokens": 2 * BLOCK}  # a part is pushed while it runs
+WINDOW: Any = {"window": BLOCK, "max_outputs": 4}  # a block passes before the end
 STUCK = "no way to an end|waits for ever"
 WRITTEN = "is written while somebody reads it"
 
@@ -35,6 +38,7 @@ def one_fault(*faults: str, **options: Any) -> MoveSetting:
 QUICK = [
     (MoveSetting("tokens in flight, an early push", **EARLY, max_faults=0), 2_000),
     (MoveSetting("one of two samples", **{**SAMPLES, "moves": SAMPLES["moves"][:1]}, max_faults=0), 2_000),
+    (MoveSetting("a window", **WINDOW, max_faults=0), 5_000),
     (one_fault("crash"), 15_000),
 ]
 SLOW = [
@@ -43,6 +47,8 @@ SLOW = [
     (MoveSetting("two faults", max_faults=2), 500_000),
     (MoveSetting("two samples", **SAMPLES, max_faults=0), 50_000),
     (MoveSetting("both ways at once", **BOTH_WAYS, max_faults=0, holds_tokens=True), 10_000),
+    (MoveSetting("a window, two blocks pass", **{**WINDOW, "max_outputs": 5}, max_faults=0), 20_000),
+    (one_fault("preempt", **WINDOW), 20_000),
     (MoveSetting("three nodes", **THERE_AND_ON, max_faults=0, holds_tokens=True), 20_000),
 ]
 
@@ -71,6 +77,12 @@ def _newest_alone(right: Any, request: Any, output: Any) -> Any:
     return right(request, output[-1:])
 
 
+def _as_a_prompt(right: Any, self: SinkLedger, record: Any, *args: Any) -> None:
+    kind, record.kind = record.kind, HandoffKind.PROMPT
+    right(self, record, *args)
+    record.kind = kind
+
+
 def _nothing(right: Any, *args: Any) -> Any:
     return []
 
@@ -96,6 +108,9 @@ MUTATIONS: dict[str, tuple[Any, str, Any, set[str], str, dict[str, Any]]] = {
     "a successor whose node is lost": (Moves, "node_lost", _nothing, {"crash"}, STUCK, {}),
     "a tail of which only the newest token is heard": (
         node, "known_tokens", _newest_alone, set(), "has a hole", {"max_outputs": 4},
+    ),
+    "a window that is counted from behind the newest token": (
+        SinkLedger, "pass_over", _as_a_prompt, set(), "the next row reads|" + STUCK, WINDOW,
     ),
     "a source that gives nothing back": (
         SourceLedger, "free", lambda right, self, record: setattr(record, "owns_blocks", False), set(), STUCK, {},

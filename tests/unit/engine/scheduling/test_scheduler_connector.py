@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from engine_harness import BLOCK, EOS, Harness, expected
 
+from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import FirstToken
@@ -196,4 +197,28 @@ def test_a_prompt_that_its_sink_granted_passes_one_that_lacks_room() -> None:
     harness.run()
     assert harness.connector.finished[-1] == "large"
     harness.connector.release("large")
+    harness.assert_empty()
+
+
+def test_a_prompt_that_its_sink_granted_gets_what_tickets_pin() -> None:
+    """Tickets may wait for what the granted one keeps at its sink; one that has no grant waits like them."""
+    harness = Harness(num_blocks=6)
+    pool = harness.pool
+    pinned = pool.allocate(4)
+    assert pinned is not None
+
+    harness.connector.held["ticket"] = pinned, -1
+
+    def give_back() -> None:
+        pool.reservations.end(hold)
+        harness.connector.release("ticket")
+
+    hold = pool.reservations.add(Kind.HITS, len(pinned), give_back, "a ticket")
+    harness.add("a", range(3 * BLOCK), mode="prefill", max_tokens=9)
+    harness.step()
+    assert harness.connector.asked == []
+    harness.connector.granted = {"a"}
+    harness.run()
+    assert harness.connector.finished == ["a"]
+    harness.connector.release("a")
     harness.assert_empty()

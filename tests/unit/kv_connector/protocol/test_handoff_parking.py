@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.blocks.reservations import Reservations
+from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.handoff import KVClaim
+from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.protocol.source_table import SourceState as S
+from tandem.kv_connector.source.manager import SourceManager
 from tests.fakes.handoff_duo import DEADLINE_S, Duo
+from tests.fakes.handoff_nodes import BLOCK, KEYS
 
 
 def state_of(duo: Duo, name: str) -> S:
@@ -103,3 +108,12 @@ def test_a_prompt_is_granted_while_its_sink_keeps_blocks_for_it() -> None:
     duo.turn()
     assert duo.committed == {"a"}
     assert not prompts.is_granted(request)
+
+
+@pytest.mark.parametrize(("role", "most"), [("prefill", 6), ("unified", 2)])
+def test_a_node_that_others_compute_for_parks_a_quarter_at_most(role: str, most: int) -> None:
+    """Whatever it is told: half is promised, and a granted prompt of its own needs room."""
+    cache, scheduler = CacheOptions(block_size=BLOCK, hash_block_size=BLOCK), SchedulerOptions(parked_kv_fraction=0.75)
+    options = NodeOptions(role, ModelOptions("m"), cache, scheduler)  # type: ignore[arg-type]
+    info = NodeInfo(node_id="a", epoch=1, role=role)  # type: ignore[arg-type]
+    assert SourceManager(info, KEYS, BlockPool(8, enable_caching=True), options).prompts._max_parked == most
