@@ -30,7 +30,7 @@ from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.core import EngineCore
-from tandem.engine.scheduling.request import FailedEvent, Prompt, Request, TokenEvent
+from tandem.engine.scheduling.request import FailedEvent, Prompt, Request, TokensEvent
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.structured.guides import Guides
@@ -128,8 +128,8 @@ class Engine:
         while self.core.has_work():
             for event in self.core.step():
                 assert not isinstance(event, FailedEvent), event
-                if isinstance(event, TokenEvent):
-                    counted += len(begun) == num_requests
+                if isinstance(event, TokensEvent):
+                    counted += len(event.token_ids) if len(begun) == num_requests else 0
                     begun.add(event.request.key.request_id)
                     if len(begun) == num_requests and not began_at:
                         began_at = time.perf_counter()
@@ -154,7 +154,7 @@ class Engine:
             for event in self.core.step():
                 now = time.perf_counter()
                 assert not isinstance(event, FailedEvent), event
-                if not isinstance(event, TokenEvent):
+                if not isinstance(event, TokensEvent):
                     continue
                 name = event.request.key.request_id
                 if name in last:

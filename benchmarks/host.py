@@ -1,17 +1,21 @@
 """CPU time of a node's pipelined decode step, by part, with a device that computes nothing. No GPU.
 
-    python benchmarks/host.py [--rows 1,64,256] [--steps 400]
+    python benchmarks/host.py [--rows 1,64,256] [--steps 400] [--drafts 3 --chance 0.6]
 
 Times are the step-loop thread's own CPU microseconds a step (medians). `floor` is what the wire alone asks for: making
 and encoding one token delta a row; `ratio` is the whole step over it, the figure to compare between machines. The last
 columns are the I/O thread's CPU time a step with real sockets, and the share of it that the step loop can feel: CPU
 seconds of the step-loop thread beyond those it needs when nobody listens.
+
+With `--drafts` each sequence looks up so many drafts, each of which is right with that chance; a step is then read
+before the next is decided, and takes so much virtual time that drafts always pay.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +40,9 @@ from tandem.engine.contracts.wire.requests import Submit, TokenDelta, Tokens
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.decode_graphs import DecodeBatch
 from tandem.engine.scheduling.books import SchedulerState
+from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.ports import NoTiers
+from tandem.engine.scheduling.request import EngineEvent
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.scheduling.step import RunnerOutput, SchedulerOutput
 from tandem.node.control.board import LoopBoard
@@ -51,25 +57,36 @@ from tandem.node.serving import ServingNode
 VOCAB, MAX_MODEL_LEN, BLOCK = 32000, 4096, 64
 NUM_ROUTERS = 4
 PARTS = ("schedule", "execute", "update", "book", "encode")
+NUM_TOKENS = 50  # different ones in prompts that are looked up
+STEP_S = 0.010  # of virtual time
+LOOK_UP = '{"method": "ngram", "num_speculative_tokens": %d, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
 
 
 class NoDevice:
     """Runner and handle at once: the host's part of a step as `ModelRunner` does it, without kernels."""
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, max_num_seqs: int, max_rows: int) -> None:
         device = torch.device("cpu")
         self._state = BatchState(max_num_seqs, MAX_MODEL_LEN, BLOCK, VOCAB, (), device)
-        self._batch = DecodeBatch(None, self._state, max_num_seqs, MAX_MODEL_LEN)  # type: ignore[arg-type]
-        self._output: SchedulerOutput | None = None
-        self._ids = np.arange(max_num_seqs, dtype=np.int32)
+        self._batch = DecodeBatch(None, self._state, max_rows, MAX_MODEL_LEN)  # type: ignore[arg-type]
+        self._ids, self._random = np.arange(max_num_seqs, dtype=np.int32), random.Random(0)
         self.step_id = -1
 
     def execute(self, output: SchedulerOutput) -> Handle:
-        self._state.apply(output.new_slots, output.block_appends)
+        self._state.apply(output.new_slots, output.block_appends, output.samples)
         if output.is_decode:
             self._batch.fill(output.rows, len(output.rows))
             assert self._state.are_plain(output.samples)
         return Handle(output.step_id, self._ids[: len(output.samples)])
+
+    def draw(self, output: SchedulerOutput, chance: float) -> np.ndarray:
+        """Tokens by which each draft of a step is right with such a chance."""
+        drafts = [sample.draft for sample in output.samples[1:]] + [-1]
+        drawn = [self._random.randrange(NUM_TOKENS) for _ in drafts]
+        for index, draft in enumerate(drafts):
+            if draft >= 0:
+                drawn[index] = draft if self._random.random() < chance else (draft + 1) % NUM_TOKENS
+        return np.array(drawn, np.int32)
 
 
 @dataclass
@@ -91,11 +108,19 @@ class Node:
     """A unified node's logic with `num_rows` requests that decode, spread over the routers."""
 
     num_rows: int
+    num_drafts: int = 0
+    chance: float = 0.0  # that a draft is right
     took_ns: dict[str, list[int]] = field(default_factory=lambda: {part: [] for part in PARTS})
 
     def __post_init__(self) -> None:
         pool = BlockPool(self.num_rows * (MAX_MODEL_LEN // BLOCK), enable_caching=True)
-        options = SchedulerOptions(max_num_seqs=self.num_rows, max_num_batched_tokens=8192, decode_prompt_budget=2048)
+        options = SchedulerOptions(
+            max_num_seqs=self.num_rows,
+            max_num_batched_tokens=8192,
+            decode_prompt_budget=2048,
+            speculative_config=LOOK_UP % self.num_drafts if self.num_drafts else "",
+        )
+        self._now = 0.0
         scheduler = Scheduler(
             SchedulerState(
                 options,
@@ -105,12 +130,15 @@ class Node:
                 eos_token_ids=(2,),
                 root_for_salt=lambda salt: root_hash(b"benchmark", salt),
                 limits_prompt_work=True,
+                clock=StepClock(lambda: self._now) if self.num_drafts else None,
             )
         )
+        if self.num_drafts:
+            scheduler.state.step_times.measured({1: STEP_S, options.max_num_batched_tokens: STEP_S})
         book, keys = RequestBook(VOCAB, MAX_MODEL_LEN), load_cluster_keys("", "127.0.0.1")
         handoffs = Handoffs(node_info(), keys, pool, NodeOptions("unified", ModelOptions("")), NoTiers(), Rate())
         self.logic = ServingNode(node_info(), book, scheduler, pool, options.max_queue, handoffs)
-        self._runner = NoDevice(self.num_rows)
+        self._runner = NoDevice(self.num_rows, self.num_rows * (1 + self.num_drafts))
         self._pending: tuple[SchedulerOutput, Handle] | None = None
 
     def submit(self) -> float:
@@ -125,27 +153,48 @@ class Node:
 
     def step(self, send: Callable[[str, bytes], None]) -> None:
         """One turn as `NodeLoop` and `EngineCore` do it, with a clock between the parts."""
-        stamps = [time.thread_time_ns()]
-        scheduler = self.logic.scheduler
-        output = scheduler.schedule()
-        stamps.append(time.thread_time_ns())
-        assert output is not None
-        scheduler.state.pool.step_launched(output.step_id)
-        done, self._pending = self._pending, (output, self._runner.execute(output))
-        stamps.append(time.thread_time_ns())
-        events = scheduler.state.take_events()
-        if done is not None:
-            scheduler.state.pool.step_completed(done[0].step_id)
-            events += scheduler.update(done[0], done[1].result())
-        stamps.append(time.thread_time_ns())
+        if self._pending is not None and self._pending[0].has_drafts:
+            events = self._read()
+            self._launch()
+        else:
+            done, self._pending = self._pending, None
+            self._launch()
+            launched, self._pending = self._pending, done
+            events = self._read()
+            self._pending = launched
+        began = time.thread_time_ns()
         self.logic.on_engine_events(events)
         outbox = self.logic.drain_outbox()
-        stamps.append(time.thread_time_ns())
+        booked = time.thread_time_ns()
         for to, message in outbox:
             send(to, codec.encode(message))
-        stamps.append(time.thread_time_ns())
-        for part, begin, end in zip(PARTS, stamps[:-1], stamps[1:], strict=True):
-            self.took_ns[part].append(end - begin)
+        self._took(book=booked - began, encode=time.thread_time_ns() - booked)
+        self._now += STEP_S
+
+    def _launch(self) -> None:
+        scheduler, began = self.logic.scheduler, time.thread_time_ns()
+        output = scheduler.schedule()
+        scheduled = time.thread_time_ns()
+        assert output is not None
+        scheduler.state.pool.step_launched(output.step_id)
+        self._pending = output, self._runner.execute(output)
+        self._took(schedule=scheduled - began, execute=time.thread_time_ns() - scheduled)
+
+    def _read(self) -> list[EngineEvent]:
+        if self._pending is None:
+            return self.logic.scheduler.state.take_events()
+        (output, handle), self._pending = self._pending, None
+        if self.num_drafts:
+            handle = Handle(output.step_id, self._runner.draw(output, self.chance))
+        scheduler, began = self.logic.scheduler, time.thread_time_ns()
+        scheduler.state.pool.step_completed(output.step_id)
+        events = scheduler.state.take_events() + scheduler.update(output, handle.result())
+        self._took(update=time.thread_time_ns() - began)
+        return events
+
+    def _took(self, **nanoseconds: int) -> None:
+        for part, took in nanoseconds.items():
+            self.took_ns[part].append(took)
 
 
 def node_info() -> NodeInfo:
@@ -157,7 +206,7 @@ def router_key(index: int) -> NodeKey:
 
 
 def make_submit(index: int) -> Submit:
-    prompt = np.random.default_rng(index).integers(0, VOCAB, 128).astype("<i4")
+    prompt = np.random.default_rng(index).integers(0, NUM_TOKENS, 128).astype("<i4")
     return Submit(
         request_id=f"cmpl-{index:032x}",
         attempt=1,
@@ -237,8 +286,8 @@ class Plane:
         self._control.stop()
 
 
-def measure(num_rows: int, num_steps: int, plane: Plane) -> str:
-    node = Node(num_rows)
+def measure(num_rows: int, num_steps: int, plane: Plane, num_drafts: int, chance: float) -> str:
+    node = Node(num_rows, num_drafts, chance)
     submit_s = node.submit()
     for part in PARTS:
         node.took_ns[part].clear()
@@ -262,6 +311,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,64,256")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--drafts", type=int, default=0)
+    parser.add_argument("--chance", type=float, default=0.6)
     args = parser.parse_args()
     torch.set_num_threads(1)
     plane = Plane()
@@ -269,7 +320,7 @@ def main() -> None:
     sides = f"{'admit/req':>9} {'send':>8} {'I/O':>8}"
     print(f"{'rows':>5} {names} {'total':>8} {'floor':>7} {'ratio':>7} {sides}  (CPU us a step)")
     for rows in args.rows.split(","):
-        print(measure(int(rows), args.steps, plane), flush=True)
+        print(measure(int(rows), args.steps, plane, args.drafts, args.chance), flush=True)
     plane.close()
 
 

@@ -28,11 +28,11 @@ from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.running.at_start.step_measure import measure_step_times
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.planner import StepPlan
-from tandem.engine.scheduling.request import FailedEvent, Request, TokenEvent
+from tandem.engine.scheduling.request import FailedEvent, Request, TokensEvent
 from tandem.engine.scheduling.speculation.lookups import LookedUpTokens
 from tandem.engine.scheduling.speculation.options import PromptLookup, read_speculative_config
 from tandem.engine.scheduling.speculation.speculator import Speculator
-from tandem.engine.scheduling.step import SampleRow
+from tandem.engine.scheduling.speculation.verdicts import Run, runs_of
 
 DEMO = str(Path(tandem.deploy.__file__).parent / "demo_model")
 NUM_PROMPT_TOKENS = 128
@@ -60,7 +60,7 @@ class AnyTokens(LookedUpTokens):
 
 
 class Imposed(Speculator):
-    """Draws which guesses are right, in place of `void_samples`, and makes them so."""
+    """Draws which guesses are right, in place of the device, and makes them so."""
 
     def __init__(self, engine: Engine, num_drafts: int, chance: float) -> None:
         self._num_drafts = num_drafts
@@ -69,7 +69,7 @@ class Imposed(Speculator):
         super().__init__(guesser, scheduler.state, lambda: scheduler.pace.lead_s)
         self._chance, self._random = chance, random.Random(0)
         self.seconds, self.num_plans = 0.0, 0
-        scheduler_module.void_samples = self.void_samples  # type: ignore[attr-defined]
+        scheduler_module.runs_of = self.runs_of  # type: ignore[attr-defined]
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -86,17 +86,13 @@ class Imposed(Speculator):
         """For how long the device waited lately behind a step of so many streams with drafts; 0.0: it had none."""
         return self._gains[num_streams.bit_length()].stall_s
 
-    def void_samples(self, samples: Sequence[SampleRow], token_ids: list[int]) -> set[int]:
-        void: set[int] = set()
-        for index, sample in enumerate(samples):
-            if sample.draft >= 0 and index - 1 not in void:
+    def runs_of(self, drafts: Sequence[int], token_ids: list[int]) -> list[Run]:
+        is_right = False
+        for index, draft in enumerate(drafts):
+            if draft >= 0 and (is_right or drafts[index - 1] < 0):
                 is_right = self._random.random() < self._chance
-                token_ids[index - 1] = sample.draft if is_right else (sample.draft + 1) % 400
-                if is_right:
-                    continue
-            if sample.draft >= 0:
-                void.add(index)
-        return void
+                token_ids[index - 1] = draft if is_right else (draft + 1) % 400
+        return runs_of(drafts, token_ids)
 
 
 def decode(engine: Engine, streams: int, tokens: int) -> tuple[float, int]:
@@ -112,7 +108,7 @@ def decode(engine: Engine, streams: int, tokens: int) -> tuple[float, int]:
     while engine.core.has_work():
         for event in engine.core.step():
             assert not isinstance(event, FailedEvent), event
-            if isinstance(event, TokenEvent):
+            if isinstance(event, TokensEvent):
                 begun.add(event.request.key.request_id)
         if len(begun) == streams and not began_at:
             began_at, num_steps = time.perf_counter(), scheduler.num_steps

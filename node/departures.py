@@ -98,8 +98,9 @@ class Departures:
         departure = Departure(order, router, request, most_tokens, request.num_preemptions, least_tokens)
         self._departures[order.successor] = departure
         self.counters.started += 1
-        # A step that is under way may bring more than one token.
-        room = min(most_tokens + self._scheduler.num_speculative_tokens, request.max_num_tokens)
+        # A step that is under way may bring more than one token, and so may the next, which the loop launches in the
+        # same turn: nobody looks here in between.
+        room = min(most_tokens + 2 * self._scheduler.num_speculative_tokens, request.max_num_tokens)
         request.keep_blocks()
         first_kept = request.num_passed_blocks * self._scheduler.state.block_size
         self._source.follow(order.successor, order.peer, room, now + order.deadline_s, now, first_kept)

@@ -36,7 +36,7 @@ from tandem.engine.scheduling.request import (
     Prompt,
     PromptLogprobsEvent,
     Request,
-    TokenEvent,
+    TokensEvent,
 )
 from tandem.node.submit_check import problem_of
 
@@ -147,8 +147,8 @@ class RequestBook:
             entry = self.entries.get(event.request.key)
             if entry is None:
                 continue
-            if isinstance(event, TokenEvent):
-                self._on_token(entry, event)
+            if isinstance(event, TokensEvent):
+                self._on_tokens(entry, event)
             elif isinstance(event, BeamsEvent):
                 self._on_beams(entry, event)
             elif isinstance(event, PromptLogprobsEvent):
@@ -250,7 +250,7 @@ class RequestBook:
         )
         return Request(prompt, submit.sample_indices)
 
-    def _on_token(self, entry: AcceptedRequest, event: TokenEvent) -> None:
+    def _on_tokens(self, entry: AcceptedRequest, event: TokensEvent) -> None:
         if event.sample_index not in entry.open_samples:
             return
         delta = TokenDelta(
@@ -258,10 +258,10 @@ class RequestBook:
             entry.request.key.attempt,
             event.sample_index,
             event.output_index,
-            (event.token_id,),
+            event.token_ids,
             event.finish_reason,
             event.stop_token_id,
-            None if event.logprobs is None else (event.logprobs,),
+            event.logprobs,
             max(entry.num_cached_tokens, event.request.num_cached_tokens),
         )
         self._deltas.setdefault(entry.router, []).append(delta)

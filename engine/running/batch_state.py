@@ -149,7 +149,7 @@ class BatchState:
         counts_SV.index_put_((slot_N, token_N), kept_N, accumulate=True)
 
     def _kept(self, samples: Sequence[SampleRow], token_N: torch.Tensor) -> torch.Tensor:
-        """bool [N]: which samples stand behind their sequence's own tokens, as `verdicts.void_samples` says, before the
+        """bool [N]: which samples stand behind their sequence's own tokens, as `verdicts.runs_of` says, before the
         host has seen `token_N`."""
         drafts = np.array([sample.draft for sample in samples], np.int64)
         if (drafts < 0).all():
@@ -216,7 +216,7 @@ class BatchState:
 
     def are_plain(self, samples: Sequence[SampleRow]) -> bool:
         """Whether every sample is greedy and asks for nothing that the sampler would have to do."""
-        return self.all_plain([sample.slot for sample in samples])
+        return self.all_plain(list({sample.slot for sample in samples}))
 
     def all_plain(self, slots: Sequence[int]) -> bool:
         """Whether what is drawn in these slots is greedy and asks for nothing that the sampler would have to do."""
@@ -233,8 +233,9 @@ class BatchState:
 
     def sampling_batch(self, samples: Sequence[SampleRow]) -> tuple[SamplingBatch, torch.Tensor, torch.Tensor]:
         """(settings of the rows, slot_N, position_N) on the device, both int64 [N], sent in one copy."""
-        columns = np.array([(s.slot, s.position, s.sample_index, s.output_index) for s in samples], np.int64).T
-        slots, positions, sample_indices, output_indices = columns
+        slots, positions = np.array([[s.slot for s in samples], [s.position for s in samples]], np.int64)
+        indices = [s.sample_index for s in samples], [s.output_index for s in samples]
+        sample_indices, output_indices = np.array(indices, np.int64)
         assert positions.max() < self.token_ids_SC.shape[1], "a token beyond max_model_len"
         rows = self.settings[slots]
         if rows["plain"].all():

@@ -109,7 +109,7 @@ class DecodeBatch:
         do, with copies that don't wait."""
         host = torch.empty((2, size), dtype=torch.int64, pin_memory=self._pinned)
         words, num_rows = host.numpy(), len(rows)
-        words[:, :num_rows] = np.array([(row.slot, row.start) for row in rows], np.int64).T
+        words[:, :num_rows] = [row.slot for row in rows], [row.start for row in rows]
         words[0, num_rows:], words[1, num_rows:] = -1, 0
         self._words[:, :size].copy_(host, non_blocking=True)
         if self._features is not None:
@@ -267,6 +267,8 @@ class DecodeGraphs:
         """Whether these rows, each token as a row of its own, are a graph's work rather than a prefill kernel's."""
         num_tokens = sum(row.num_tokens for row in rows)
         least = _least_size(num_tokens, num_tokens > len(rows) or _has_chunks(rows))
+        if num_tokens == len(rows):  # what guesses read is read by decodes, too
+            return least <= self.sizes[-1]
         return least <= self.sizes[-1] and sum(map(self._reads, rows)) <= MAX_CHUNK_READS
 
     def size_for(self, rows: Sequence[ScheduledRow], kind: StepKind = "plain") -> int:

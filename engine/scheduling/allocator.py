@@ -6,6 +6,7 @@ import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.blocks.reservations import Kind
@@ -210,7 +211,13 @@ class KVAllocator:
         return blocks
 
     def release(self, request: Request) -> None:
+        """Frees all blocks of `request`. Those that it gave back on its way come behind them in the free queue, where
+        they stood in the order in which they passed: with the first of a chain all of it would be lost."""
+        passed = request.block_hashes[: request.num_passed_blocks]
         self.pool.free(self.detach(request), request.last_step)
+        kept = self.pool.match_prefix(list(takewhile(lambda each: not self.pool.goes_first(each), passed)))
+        self.pool.touch(kept)
+        self.pool.free(kept, None)
 
     def check_writable(self, request: Request, start: int, end: int) -> None:
         """Asserts that `request` alone holds the blocks of positions start … end-1, and that none is cached."""

@@ -334,9 +334,9 @@ class SchedulerState:
         self.prompt_order.ended(request)
         self.tiers.ended(request)
         self.shares.ended(request)
-        block_ids = self.kv.detach(request)
-        connector = self.connector if request.prompt.mode == "prefill" else None
-        if connector is None or not connector.request_finished(request, block_ids):
+        if request.prompt.mode != "prefill" or self.connector is None:
+            self.kv.release(request)
+        elif not self.connector.request_finished(request, block_ids := self.kv.detach(request)):
             self.pool.free(block_ids, request.last_step)
 
     def take_events(self) -> list[EngineEvent]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem.engine.scheduling.books import SchedulerState
@@ -37,7 +38,6 @@ class StepBuilder:
         self._step_id = step_id
         self._launched = StepBookings()
         self._rows: list[ScheduledRow] = []
-        self._drafts: list[int] = []  # of each row, -1: none
         self._samples: list[SampleRow] = []
         self._new_slots: list[NewSlot] = []
         self._forks: list[ForkSlot] = []
@@ -50,11 +50,13 @@ class StepBuilder:
         # After all rows: what is found by hash was computed by an earlier step, never by this one.
         for request in plan.rows:
             self._state.kv.register_full_blocks(request, self._step_id)
-        for index, request in enumerate(self._launched.row_requests):
-            if (draft := self._drafts[index]) >= 0:
-                self._check(index, request, draft)
-            elif request.num_computed_tokens == request.num_launched_tokens:
+        index = 0
+        for request, row in plan.rows.items():
+            if request.num_computed_tokens == request.num_launched_tokens:
                 self._sample(index, request)
+            if row.drafts:
+                self._check(index, request, row.drafts)
+            index += 1 + len(row.drafts)
         output = SchedulerOutput(
             step_id=self._step_id,
             rows=tuple(self._rows),
@@ -84,11 +86,9 @@ class StepBuilder:
         request.num_table_blocks, request.num_table_passed = len(request.block_ids), request.num_passed_blocks
         wants_logprobs = request.needs_prompt_logprobs and start < request.num_prompt_tokens
         self._rows.append(ScheduledRow(request.slot, start, row.num_tokens, wants_logprobs))
-        self._drafts.append(-1)
         self._launched.row_requests.append(request)
         if row.drafts:
             self._rows += [ScheduledRow(request.slot, end + place, 1) for place in range(len(row.drafts))]
-            self._drafts += row.drafts
             self._launched.row_requests += [request] * len(row.drafts)
         request.newest_row_start = start
         request.num_computed_tokens = end  # what of the drafts is right is known when the step is read
@@ -122,6 +122,9 @@ class StepBuilder:
     def _sample(self, row: int, request: Request) -> None:
         """Adds the samples that the row's last token predicts: one, or each of a prompt's samples."""
         position = request.num_launched_tokens
+        if len(request.sample_indices) == 1:  # of every stream in every step
+            self._add_sample(row, request, request.sample_indices[0], position)
+            return
         if request.prompt.mode == "prefill":  # its samples go on elsewhere: no slot of their own
             for sample_index in request.sample_indices:
                 self._add_sample(row, request, sample_index, position)
@@ -152,12 +155,15 @@ class StepBuilder:
         self._add_sample(row, child, sample_index, position)
         return True
 
-    def _check(self, row: int, request: Request, draft: int) -> None:
-        """Adds the sample behind a draft. It is not in flight: perhaps it never lands."""
-        [sample_index], position = request.sample_indices, self._rows[row].start + 1
+    def _check(self, row: int, request: Request, drafts: Sequence[int]) -> None:
+        """Adds the samples behind drafts, in the rows behind this one. They are not in flight: perhaps none lands."""
+        [sample_index], slot, position = request.sample_indices, request.slot, self._rows[row].start + 1
         output_index = position - request.prompt.num_true_tokens
-        self._samples.append(SampleRow(row, request.slot, position, sample_index, output_index, draft))
-        self._launched.sampled.append(request)
+        self._samples += [
+            SampleRow(row + place, slot, position + place, sample_index, output_index + place, draft)
+            for place, draft in enumerate(drafts, 1)
+        ]
+        self._launched.sampled += [request] * len(drafts)
 
     def _add_sample(self, row: int, request: Request, sample_index: int, position: int) -> None:
         output_index = position - request.prompt.num_true_tokens

@@ -151,10 +151,6 @@ class Request:
     def trust(self) -> None:
         self.is_doubtful = False
 
-    def keep_draft(self) -> None:
-        """Counts a draft that was right: its KV is that of the sequence's own token."""
-        self.num_computed_tokens += 1
-
     # --- where it carries a beam ----------------------------------------------------------------------------
 
     def wait_for_siblings(self, candidates: Candidates, drawn_token_id: int) -> None:
@@ -255,16 +251,17 @@ class Request:
 # --- what the scheduler reports after a step ----------------------------------------------------------------
 
 
-class TokenEvent(msgspec.Struct, frozen=True, gc=False):
-    """A new token of one sample. `output_index` counts from the request's very first output (prior attempts too)."""
+class TokensEvent(msgspec.Struct, frozen=True, gc=False):
+    """The new tokens of one sample that one step made, one or more. `output_index` of the first of them counts from the
+    request's very first output (prior attempts too)."""
 
     request: Request
     sample_index: int
     output_index: int
-    token_id: int
+    token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
+    stop_token_id: int | None = None  # it is the last of `token_ids`
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,4 +310,4 @@ class FailedEvent:
     retryable: bool
 
 
-EngineEvent = TokenEvent | BeamsEvent | PromptLogprobsEvent | PooledEvent | FailedEvent
+EngineEvent = TokensEvent | BeamsEvent | PromptLogprobsEvent | PooledEvent | FailedEvent

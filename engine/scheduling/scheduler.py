@@ -9,7 +9,7 @@ yet (docs/architecture.md, "The step loop").
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 
 import msgspec
@@ -22,11 +22,11 @@ from tandem.engine.scheduling.beams.carriers import BeamCarriers
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.builder import StepBookings, StepBuilder
 from tandem.engine.scheduling.planner import StepPlanner
-from tandem.engine.scheduling.request import EngineEvent, PromptLogprobsEvent, Request, RequestState, TokenEvent
+from tandem.engine.scheduling.request import EngineEvent, PromptLogprobsEvent, Request, RequestState, TokensEvent
 from tandem.engine.scheduling.speculation.lookups import LookedUpTokens
 from tandem.engine.scheduling.speculation.options import PromptLookup, read_speculative_config
 from tandem.engine.scheduling.speculation.speculator import Guesser, Speculator
-from tandem.engine.scheduling.speculation.verdicts import void_samples
+from tandem.engine.scheduling.speculation.verdicts import Run, runs_of
 from tandem.engine.scheduling.step import RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput, WrittenSlots
 from tandem.engine.scheduling.step_pace import StepPace
 from tandem.engine.scheduling.work.reporter import WorkReporter
@@ -110,7 +110,7 @@ class Scheduler:
         launched = self._launched.pop(output.step_id)
         seconds = self.state.clock.completed(output.step_id)
         token_ids = result.token_ids.tolist()
-        void = self._judge(output, launched, token_ids if result.failure is None else [])
+        runs = self._judge(output, launched, token_ids if result.failure is None else [])
         self.work.observed(output, launched.num_prompt_tokens, seconds)
         if self.state.step_times.are_measured and launched.is_mixed:
             self.state.step_times.observed(output.num_tokens, seconds)
@@ -118,42 +118,35 @@ class Scheduler:
             return self._give_up(output, launched, result.failure)
         if launched.prompts:
             self._on_prompts([(request.key, num) for request, num in launched.prompts], seconds)
-        for index, (row, request) in enumerate(zip(output.rows, launched.row_requests, strict=True)):
-            if row.slot in result.failed_slots and request.state is not RequestState.FINISHED:
-                self.state.give_up(request, result.failed_slots[row.slot])
-            elif row.slot in result.spoiled_slots and request.state is not RequestState.FINISHED:
-                self.state.fail(request, "handoff_failed", result.spoiled_slots[row.slot], retryable=True)
-            if row.prompt_logprobs:
-                self._take_prompt_logprobs(request, row, result.prompt_logprobs.get(index, []))
-        logprobs = result.logprobs or [None] * len(output.samples)
-        sampled = zip(output.samples, launched.sampled, token_ids, logprobs, strict=True)
-        for index, (sample, request, token_id, entry) in enumerate(sampled):
-            if index in void:
-                continue
+        if launched.prompts or result.failed_slots or result.spoiled_slots:
+            self._take_rows(output, launched, result)
+        samples, sampled = output.samples, launched.sampled
+        each: Iterable[tuple[int, tuple[SampleRow, Request, tuple[int, ...]]]]
+        if runs:
+            each = [(first, (samples[first], sampled[first], tuple(token_ids[first:kept]))) for first, kept, _ in runs]
+        else:
+            each = enumerate(zip(samples, sampled, zip(token_ids, strict=True), strict=True))
+        for index, (sample, request, drawn) in each:
             if request.is_doubtful:
-                self._withheld.append((request, partial(self._take, request, sample, token_id, entry, result, index)))
+                self._withheld.append((request, partial(self._take, request, sample, drawn, result, index)))
             else:
-                self._take(request, sample, token_id, entry, result, index)
+                self._take(request, sample, drawn, result, index)
         return self.state.take_events()
 
-    def _judge(self, output: SchedulerOutput, launched: StepBookings, token_ids: list[int]) -> Collection[int]:
-        """Finds the samples that stand behind a wrong draft, and tells the guesser how its drafts fared. `token_ids`
-        []: nothing was computed."""
+    def _judge(self, output: SchedulerOutput, launched: StepBookings, token_ids: list[int]) -> list[Run]:
+        """Finds which samples of a step with drafts stand behind their sequence's own tokens, and tells the guesser how
+        its drafts fared. `token_ids` []: nothing was computed."""
         if self.speculator is None:
-            return frozenset()
-        void: Collection[int] = frozenset()
-        num_accepted = 0
-        if output.has_drafts and token_ids:
-            void = void_samples(output.samples, token_ids)
-            fared: dict[Request, list[bool]] = {}
-            for index, sample in enumerate(output.samples):
-                if sample.draft >= 0:
-                    fared.setdefault(launched.sampled[index], []).append(index not in void)
-            for request, were_right in fared.items():
-                self.speculator.learn(request, len(were_right), sum(were_right))
-                num_accepted += sum(were_right)
+            return []
+        runs, num_accepted = [], 0
+        if token_ids and output.has_drafts:
+            runs = runs_of([sample.draft for sample in output.samples], token_ids)
+            for first, kept, end in runs:
+                if end - first > 1:
+                    self.speculator.learn(launched.sampled[first], end - first - 1, kept - first - 1)
+                    num_accepted += kept - first - 1
         self.speculator.completed(num_accepted)
-        return void
+        return runs
 
     def _take_withheld(self) -> None:
         """Takes in the tokens of requests whose KV has been verified meanwhile, and drops those of others that ended.
@@ -166,30 +159,21 @@ class Scheduler:
                 take()
 
     def _take(
-        self,
-        request: Request,
-        sample: SampleRow,
-        token_id: int,
-        logprobs: TokenLogprobs | None,
-        result: RunnerOutput,
-        index: int,
+        self, request: Request, sample: SampleRow, token_ids: tuple[int, ...], result: RunnerOutput, index: int
     ) -> None:
-        """Takes in what sample number `index` of a step drew."""
-        if sample.draft < 0:
-            request.num_in_flight -= 1
+        """Takes in what sample number `index` of a step drew, and the samples behind its drafts that were right."""
+        request.num_in_flight -= 1
         is_wanted = request.beams is not None or sample.sample_index in request.sample_indices
         if request.state is RequestState.FINISHED or not is_wanted:
             return
         if index in result.misled:
             self.state.fail(request, "invalid_request", result.misled[index])
             return
-        if sample.draft >= 0 and request.block_ids:
-            request.keep_draft()
         try:
             if index in result.candidates:
-                self._take_candidates(request, sample, token_id, result.candidates[index])
+                self._take_candidates(request, sample, token_ids[0], result.candidates[index])
             else:
-                self._take_token(request, sample, token_id, logprobs, index in result.ended)
+                self._take_tokens(request, sample, token_ids, result, index)
         except Exception:
             text, name = "request %s attempt %d failed at a token", request.key
             limited.exception(text, *name, key="token", request_id=name.request_id)
@@ -236,6 +220,16 @@ class Scheduler:
 
     # --- results --------------------------------------------------------------------------------------------
 
+    def _take_rows(self, output: SchedulerOutput, launched: StepBookings, result: RunnerOutput) -> None:
+        """Fails whom the runner could not compute, and takes what it says of prompts."""
+        for index, (row, request) in enumerate(zip(output.rows, launched.row_requests, strict=True)):
+            if row.slot in result.failed_slots and request.state is not RequestState.FINISHED:
+                self.state.give_up(request, result.failed_slots[row.slot])
+            elif row.slot in result.spoiled_slots and request.state is not RequestState.FINISHED:
+                self.state.fail(request, "handoff_failed", result.spoiled_slots[row.slot], retryable=True)
+            if row.prompt_logprobs:
+                self._take_prompt_logprobs(request, row, result.prompt_logprobs.get(index, []))
+
     def _take_prompt_logprobs(self, request: Request, row: ScheduledRow, entries: list[TokenLogprobs]) -> None:
         """Keeps entries by position, since a prompt that was preempted and computed again reports some twice."""
         if request.state is RequestState.FINISHED or request.prompt_logprobs_sent:
@@ -247,25 +241,46 @@ class Scheduler:
             request.prompt_logprobs.clear()
             request.prompt_logprobs_sent = True
 
-    def _take_token(
-        self, request: Request, sample: SampleRow, token_id: int, logprobs: TokenLogprobs | None, ends_grammar: bool
+    def _take_tokens(
+        self, request: Request, sample: SampleRow, token_ids: tuple[int, ...], result: RunnerOutput, index: int
     ) -> None:
-        eos = self.state.eos_token_ids
-        reason = stop.finish_reason(request, token_id, sample.output_index, sample.position + 1, eos)
-        stop_token_id = token_id if reason == "stop" else None
-        if ends_grammar:
-            reason = "stop"
-        event = TokenEvent(request, sample.sample_index, sample.output_index, token_id, reason, stop_token_id, logprobs)
+        """Takes in as many of these tokens as come before the sequence's end, and tells of them at once."""
+        misled = None
+        if result.misled and (misled := _place_of(result.misled, index, len(token_ids))) is not None:
+            token_ids = token_ids[:misled]
+        num_kept, reason, eos = 0, None, self.state.eos_token_ids
+        for token_id in token_ids:
+            output_index, num_kept = sample.output_index + num_kept, num_kept + 1
+            reason = stop.finish_reason(request, token_id, output_index, sample.position + num_kept, eos)
+            if reason is not None:
+                break
+        stop_token_id = token_ids[num_kept - 1] if reason == "stop" else None
+        if result.ended and (place := _place_of(result.ended, index, num_kept)) is not None:
+            stop_token_id = stop_token_id if place == num_kept - 1 else None
+            num_kept, reason = place + 1, "stop"
+        if num_kept < len(token_ids):
+            token_ids = token_ids[:num_kept]
+        entries = None
+        if result.logprobs:
+            logprobs = result.logprobs[index : index + num_kept]
+            entries = tuple([entry for entry in logprobs if entry is not None]) or None
+        event = TokensEvent(
+            request, sample.sample_index, sample.output_index, token_ids, reason, stop_token_id, entries
+        )
         self.state.events.append(event)
         if request.prompt.mode == "prefill":
-            self._take_first(request, FirstToken(sample.sample_index, token_id, reason is not None))
+            self._take_first(request, FirstToken(sample.sample_index, token_ids[0], reason is not None))
             return
-        request.output_token_ids.append(token_id)
+        request.output_token_ids.extend(token_ids)
         request.first_token_at = request.first_token_at or self.state.clock.now()
         if request.block_ids:
+            if num_kept > 1:  # the KV of drafts that were right is that of these tokens
+                request.num_computed_tokens += num_kept - 1
             self.state.kv.register_full_blocks(request, request.last_step)
         if reason is not None:
             self.state.finish(request)
+        elif misled is not None:
+            self.state.fail(request, "invalid_request", result.misled[index + misled])
 
     def _take_candidates(self, request: Request, sample: SampleRow, token_id: int, candidates: Candidates) -> None:
         """Takes what may follow a beam. A prompt that is handed off leaves the choice to its sink."""
@@ -281,3 +296,8 @@ class Scheduler:
         if len(request.first_tokens) == len(request.sample_indices):
             self.state.kv.register_full_blocks(request, request.last_step)  # if it was doubtful when it was launched
             self.state.finish(request)
+
+
+def _place_of(named: Container[int], index: int, count: int) -> int | None:
+    """Which of the `count` samples from `index` on is the first that is named; None: none is."""
+    return next((place for place in range(count) if index + place in named), None)

@@ -45,6 +45,7 @@ class StepTimes:
         self._tokens: list[int] = []
         self._seconds: list[float] = []
         self._slowness = 1.0
+        self._read: dict[int, float] = {}  # tokens -> seconds, as the table says
 
     @property
     def are_measured(self) -> bool:
@@ -73,8 +74,10 @@ class StepTimes:
 
     def seconds(self, tokens: int) -> float:
         """The expected seconds of a step of so many tokens, in proportion beyond the largest that was measured."""
-        beyond = max(1.0, tokens / self._tokens[-1])
-        return self._seconds_of(tokens) * beyond * self._slowness
+        seconds = self._read.get(tokens)
+        if seconds is None:  # every step with drafts asks for as many sizes as it may have drafts
+            seconds = self._read[tokens] = self._seconds_of(tokens) * max(1.0, tokens / self._tokens[-1])
+        return seconds * self._slowness
 
     def num_free_beside(self, tokens: int) -> int:
         """How many more tokens a step of so many can have without getting larger: it is run as one of the next size

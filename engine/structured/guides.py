@@ -18,7 +18,7 @@ import numpy as np
 
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import Candidates
-from tandem.engine.scheduling.speculation.verdicts import void_drafts
+from tandem.engine.scheduling.speculation.verdicts import runs_of
 from tandem.engine.scheduling.step import ForkSlot, NewSlot, SampleRow
 from tandem.engine.structured.grammars import Grammars, shown
 from tandem.engine.structured.token_limits import TokenLimits
@@ -144,20 +144,22 @@ class GuidedSamples:
         if self._was_taken:
             return
         self._was_taken = True
-        void = void_drafts(zip(self.indices, self._drafts, strict=True), token_ids)
-        for place, (index, guide, draft) in enumerate(zip(self.indices, self._guides, self._drafts, strict=True)):
-            if index in void:
-                continue
-            if draft >= 0:
-                guide.fail_as(self._ahead[place])
-            if guide.is_open and candidates and index in candidates:
-                self.ends[index] = tuple(each for each in candidates[index].token_ids if guide.ends_with(each))
-            if guide.is_open:
-                guide.take(int(token_ids[index]))
-            if guide.error:
-                self.failed[index] = guide.error
-            elif guide.has_ended:
-                self.ended.add(index)
+        for run in runs_of(self._drafts, token_ids[self.indices].tolist()):
+            for place in range(run.first, run.kept):
+                self._take(place, token_ids, candidates)
+
+    def _take(self, place: int, token_ids: np.ndarray, candidates: Mapping[int, Candidates] | None) -> None:
+        index, guide = self.indices[place], self._guides[place]
+        if self._drafts[place] >= 0:
+            guide.fail_as(self._ahead[place])
+        if guide.is_open and candidates and index in candidates:
+            self.ends[index] = tuple(each for each in candidates[index].token_ids if guide.ends_with(each))
+        if guide.is_open:
+            guide.take(int(token_ids[index]))
+        if guide.error:
+            self.failed[index] = guide.error
+        elif guide.has_ended:
+            self.ended.add(index)
 
 
 class Guides:

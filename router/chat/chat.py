@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,22 +137,24 @@ class Chat:
 
 
 class ChatOutput:
-    """Reads one answer's text with the parser. It counts reasoning tokens piece by piece."""
+    """Reads one answer's text with the parser."""
 
     def __init__(self, parser: OutputParser, body: ChatBody) -> None:
         self._parser = parser
         self._one_call = body.parallel_tool_calls is False
         self._hides_reasoning = body.include_reasoning is False
         self.num_calls = self.num_reasoning_tokens = 0
+        self.are_reasoning: list[bool] = []  # which tokens of the newest piece are
 
-    @property
-    def is_reasoning(self) -> bool:
-        return self._parser.is_reasoning
-
-    def read(self, text: str, num_tokens: int, is_last: bool) -> list[Delta]:
-        deltas = self._parser.feed(text)
-        if self._parser.is_reasoning:
-            self.num_reasoning_tokens += num_tokens
+    def read(self, texts: Sequence[str], num_tokens: int, is_last: bool) -> list[Delta]:
+        """Reads the texts of a piece's tokens one by one, since reasoning may end, or begin, at any of them; of a piece
+        without tokens, its one text."""
+        deltas: list[Delta] = []
+        self.are_reasoning = []
+        for text in texts:
+            deltas += self._parser.feed(text)
+            self.are_reasoning.append(self._parser.is_reasoning)
+        self.num_reasoning_tokens += sum(self.are_reasoning[:num_tokens])
         if is_last:
             deltas += self._parser.finish()
         return merged([delta for delta in deltas if self._is_shown(delta)])

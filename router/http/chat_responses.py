@@ -60,7 +60,7 @@ class ChatChoice:
         self._scores: dict[str, float] = {}
 
     def add(self, piece: Piece) -> None:
-        self._message.add(self._output.read(piece.text, len(piece.token_ids), piece.finish_reason is not None))
+        self._message.add(self._output.read(piece.texts(), len(piece.token_ids), piece.finish_reason is not None))
         if self._with_token_ids:
             self._token_ids += piece.token_ids
         if piece.logprobs is not None:
@@ -119,7 +119,7 @@ class ChatEventWriter:
             output = self._outputs[index] = self._form.output()
             self._plain[index] = self._start + b'{"index":%d,"delta":{"content":' % index
             events.append(self._event(index, {"role": "assistant", "content": ""}, extra, end))
-        deltas = output.read(piece.text, len(piece.token_ids), piece.finish_reason is not None)
+        deltas = output.read(piece.texts(), len(piece.token_ids), piece.finish_reason is not None)
         beside: dict[str, Any] = {}  # further fields of the first event of a piece
         if piece.logprobs is not None:
             beside["logprobs"] = piece.logprobs

@@ -130,8 +130,9 @@ class Sample:
         if self.finish_reason is not None:
             return []
         if delta.output_index > len(self.token_ids):
-            if delta.output_index < max_tokens:
-                self.pending.setdefault(delta.output_index, delta)
+            known = self.pending.get(delta.output_index)
+            if delta.output_index < max_tokens and (known is None or len(known.token_ids) < len(delta.token_ids)):
+                self.pending[delta.output_index] = delta
             return []
         ready = self._append(delta, max_tokens)
         while self.pending and self.finish_reason is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from tandem.engine.contracts.wire.parts import FinishReason, TokenLogprobs
@@ -85,6 +86,13 @@ class Piece:
     logprobs: TextLogprobs | ChatLogprobs | None
     finish_reason: FinishReason | None
     scores: dict[str, float] | None = None  # of a whole output that beams found, as clients read them
+    ends: list[int] = field(default_factory=list)  # of each token's share of the text, but of the last
+
+    def texts(self) -> list[str]:
+        """The text token by token."""
+        if not self.ends:
+            return [self.text]
+        return [self.text[begin:end] for begin, end in pairwise([0, *self.ends, len(self.text)])]
 
 
 class SampleOutput:
@@ -119,16 +127,19 @@ class SampleOutput:
         if self.finish_reason is not None:
             return None
         if self._is_plain and emitted.finish_reason is None and emitted.logprobs is None:
-            text = ""
+            text, ends = "", []
             for token_id in emitted.token_ids:
                 text += self._detokenizer.feed(token_id)
-            self.num_tokens += len(emitted.token_ids)
-            return Piece(text, emitted.token_ids, None, None)
+                ends.append(len(text))
+            self.num_tokens += len(ends)
+            return Piece(text, emitted.token_ids, None, None, None, ends[:-1])
         piece = Piece("", emitted.token_ids, None if self._num_logprobs is None else self._make_logprobs(), None)
         if emitted.cumulative_logprob is not None:
             piece.scores = self._scores(emitted.cumulative_logprob, len(emitted.token_ids))
         last = len(emitted.token_ids) - 1
         for i, token_id in enumerate(emitted.token_ids):
+            if i:
+                piece.ends.append(len(piece.text))
             self._note_logprobs(piece, token_id, None if emitted.logprobs is None else emitted.logprobs[i])
             self.num_tokens += 1
             if i == last and emitted.stop_token_id is not None and not self._shows_stop:

@@ -28,6 +28,8 @@ class TokenTimes:
         if previous:
             gap_s = self._now - previous
             self._gaps_s[gap_s] = self._gaps_s.get(gap_s, 0) + 1
+            if num_tokens > 1:  # that a step with drafts made at once
+                self._gaps_s[0.0] = self._gaps_s.get(0.0, 0) + num_tokens - 1
             story = generation.story
             if not story.longest_gap_s and len(story.nodes) > 1:
                 self._metrics.handoff_gap_s.observe(gap_s)

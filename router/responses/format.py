@@ -27,10 +27,11 @@ class ResponsesAnswer:
 
     def read(self, piece: Piece) -> list[Event]:
         is_last = piece.finish_reason is not None
-        deltas = self._output.read(piece.text, len(piece.token_ids), is_last)
+        deltas = self._output.read(piece.texts(), len(piece.token_ids), is_last)
         rows: Rows = []
-        if isinstance(piece.logprobs, ChatLogprobs) and not self._output.is_reasoning:
-            rows = piece.logprobs.content
+        if isinstance(piece.logprobs, ChatLogprobs):
+            of_tokens = zip(piece.logprobs.content, self._output.are_reasoning, strict=False)
+            rows = [row for row, is_reasoning in of_tokens if not is_reasoning]
         events = self._items.read(deltas, rows)
         if is_last:
             self._status = INCOMPLETE if piece.finish_reason == "length" else COMPLETED

@@ -4,9 +4,13 @@ tokens equal transformers', on one node and split over two."""
 from __future__ import annotations
 
 import secrets
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from split_pair import GREEDY, changed, run_both_ways
 from tier_nodes import always_loading, until_saved
 from tiny_adapters import merged, tiny_adapter
@@ -15,6 +19,8 @@ from waiting import wait_until
 
 from in_process_cluster import BLOCK, Client, Node, node_options
 from tandem.engine.adapters.adapter_files import read_adapter
+from tandem.engine.contracts.config import ModelOptions
+from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.contracts.wire.parts import AdapterRef
 from tiny_models import check_greedy, random_prompt, tiny_model
 
@@ -42,6 +48,31 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     folder = tiny_hf_model(family)
     for prompt, output in run_both_ways(folder, LENGTHS):
         check_greedy(folder, prompt, output, GREEDY.max_tokens)
+
+
+def test_what_transformers_passes_over_changes_no_token(tmp_path: Path) -> None:
+    """DeepSeek-V3's class names the layer behind its 61st, which guesses tokens (MTP), and no other."""
+    plain, folder = tiny_hf_model("deepseek_v3"), tmp_path / "model"
+    shutil.copytree(plain, folder)
+    weights = load_file(folder / "model.safetensors")
+    own = {name: each for name, each in weights.items() if ".layers.3." in name}
+    more = {name.replace(".layers.3.", ".layers.61."): each.clone() for name, each in own.items()}
+    more |= {"model.layers.61.eh_proj.weight": torch.ones(32, 64), "model.layers.61.enorm.weight": torch.ones(32)}
+    save_file({**weights, **more}, folder / "model.safetensors", {"format": "pt"})
+    prompt = random_prompt(90, seed=5)
+    outputs = []
+    for each in (plain, folder):
+        model = ModelOptions(str(each), model_impl="transformers")
+        node = Node(replace(node_options("unified", each), model=model))
+        outputs.append(answered(node, prompt))
+        node.stop()
+    assert outputs[0] == outputs[1]
+    check_greedy(plain, prompt, outputs[0], 4)
+    save_file(
+        {**weights, "model.layers.5.enorm.weight": torch.ones(32)}, folder / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(CheckpointError, match=r"hold model.layers.5.enorm.weight, which a model of this config.json"):
+        Node(replace(node_options("unified", folder), model=model))
 
 
 @pytest.mark.parametrize("kind", OURS)

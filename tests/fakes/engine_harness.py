@@ -29,7 +29,7 @@ from tandem.engine.scheduling.request import (
     FailedEvent,
     PromptLogprobsEvent,
     Request,
-    TokenEvent,
+    TokensEvent,
 )
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.scheduling.speculation.draft_model import DraftedTokens
@@ -231,7 +231,7 @@ class Harness:
 
     def _take(self, event: EngineEvent) -> None:
         name = event.request.key.request_id
-        if isinstance(event, TokenEvent):
+        if isinstance(event, TokensEvent):
             key = (name, event.sample_index)
             assert key not in self.finished, "a token came after the end"
             assert name not in self.failed, "a token came after the failure"
@@ -239,11 +239,11 @@ class Harness:
             num_prior = event.request.prompt.num_prior_output_tokens
             assert event.output_index == num_prior + len(tokens), "a token is missing or doubled"
             assert event.logprobs is not None
-            assert event.logprobs.token_ids == (event.token_id,)
-            tokens.append(event.token_id)
+            assert [each.token_ids for each in event.logprobs] == [(each,) for each in event.token_ids]
+            tokens += event.token_ids
             if event.finish_reason:
                 self.finished[key] = event.finish_reason
-            assert event.stop_token_id == (event.token_id if event.finish_reason == "stop" else None)
+            assert event.stop_token_id == (event.token_ids[-1] if event.finish_reason == "stop" else None)
         elif isinstance(event, BeamsEvent):
             assert name not in self.failed, "beams came after the failure"
             for found in event.outputs:

@@ -123,6 +123,7 @@ class Node:
 @dataclass
 class Result:
     tokens: dict[int, dict[int, int]] = field(default_factory=dict)  # sample -> output_index -> token
+    num_deltas: int = 0
     finished: dict[int, str] = field(default_factory=dict)
     failed: RequestFailed | None = None
     cancelled: bool = False
@@ -350,6 +351,7 @@ class Client:
         if isinstance(message, Tokens):
             for delta in message.deltas:
                 result = self.results[delta.request_id, delta.attempt]
+                result.num_deltas += 1
                 result.num_reused_tokens = max(result.num_reused_tokens, delta.num_cached_tokens)
                 tokens = result.tokens.setdefault(delta.sample_index, {})
                 for offset, token in enumerate(delta.token_ids):

@@ -81,6 +81,7 @@ class StandInNode:
     wire_version: int = WIRE_VERSION
     port: int = 0
     step_s: float = 0.0  # time between two tokens of a request
+    tokens_a_step: int = 1  # of a sample, as a node makes them whose guesses are right
     keys: ClusterKeys | None = None
     # faults and observations
     silent: bool = False  # hears nothing, says nothing, keeps the connection
@@ -270,27 +271,30 @@ class StandInNode:
     def _advance(self, running: _Running) -> list[TokenDelta]:
         submit, made = running.submit, []
         for sample, index in list(running.next_index.items()):
-            token = stand_in_token(running.prompt, sample, index, self.vocab_size)
-            stops = token in submit.sampling.stop_token_ids
-            ends = stops or index + 1 >= submit.sampling.max_tokens
-            logprobs = _logprobs(token, submit.sampling.num_logprobs, self.vocab_size)
+            tokens: list[int] = []
+            stops = ends = False
+            while not ends and len(tokens) < self.tokens_a_step and index + len(tokens) < running.last_index:
+                tokens.append(stand_in_token(running.prompt, sample, index + len(tokens), self.vocab_size))
+                stops = tokens[-1] in submit.sampling.stop_token_ids
+                ends = stops or index + len(tokens) >= submit.sampling.max_tokens
+                self.num_tokens += 1
+                self.hold_tokens |= self.num_tokens == self.hold_after_tokens
+            logprobs = [_logprobs(token, submit.sampling.num_logprobs, self.vocab_size) for token in tokens]
             made.append(
                 TokenDelta(
                     submit.request_id,
                     submit.attempt,
                     sample,
                     index,
-                    (token,),
+                    tuple(tokens),
                     finish_reason=("stop" if stops else "length") if ends else None,
-                    stop_token_id=token if stops else None,
-                    logprobs=None if logprobs is None else (logprobs,),
+                    stop_token_id=tokens[-1] if stops else None,
+                    logprobs=tuple(entry for entry in logprobs if entry is not None) or None,
                 )
             )
-            running.next_index[sample] += 1
-            if ends or index + 1 >= running.last_index:
+            running.next_index[sample] += len(tokens)
+            if ends or running.next_index[sample] >= running.last_index:
                 del running.next_index[sample]
-            self.num_tokens += 1
-            self.hold_tokens |= self.num_tokens == self.hold_after_tokens
             if 0 <= self.die_after_tokens <= self.num_tokens:
                 self._stop.set()
         return made

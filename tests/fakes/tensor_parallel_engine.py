@@ -23,7 +23,7 @@ from tandem.engine.contracts.hashing import root_hash
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.core import EngineCore
-from tandem.engine.scheduling.request import FailedEvent, PromptLogprobsEvent, Request, TokenEvent
+from tandem.engine.scheduling.request import FailedEvent, PromptLogprobsEvent, Request, TokensEvent
 from tandem.engine.scheduling.scheduler import Scheduler
 
 BLOCK = 16
@@ -100,8 +100,8 @@ def _run(core: EngineCore, requests: list[Request], result: dict[str, Any]) -> N
             assert not isinstance(event, FailedEvent), event
             if isinstance(event, PromptLogprobsEvent):
                 result["ranks"][name] = [entry.rank for entry in event.entries]
-            elif isinstance(event, TokenEvent):
-                result["tokens"].setdefault(f"{name}-{event.sample_index}", []).append(event.token_id)
+            elif isinstance(event, TokensEvent):
+                result["tokens"].setdefault(f"{name}-{event.sample_index}", []).extend(event.token_ids)
     core.scheduler.state.check_integrity()
 
 

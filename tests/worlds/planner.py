@@ -12,7 +12,7 @@ from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.parts import FirstToken
 from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers
-from tandem.engine.scheduling.request import Request, RequestState, TokenEvent
+from tandem.engine.scheduling.request import Request, RequestState, TokensEvent
 from tandem.engine.scheduling.stop import max_num_tokens
 from tests.worlds.setting import BLOCK, hashes_of
 
@@ -133,7 +133,7 @@ class Planner:
         request.num_computed_tokens = request.num_tokens
         request.num_in_flight = 1
 
-    def land(self, request: Request) -> list[TokenEvent]:
+    def land(self, request: Request) -> list[TokensEvent]:
         """That token, which is the number of those before it, so that nobody can mistake it; of each sample."""
         request.num_in_flight = 0
         token = request.prompt.num_prior_output_tokens + len(request.output_token_ids)
@@ -141,7 +141,7 @@ class Planner:
         events = []
         for each in self._fork(request):
             each.output_token_ids = [*each.output_token_ids, token]
-            events.append(TokenEvent(each, each.sample_indices[0], token, token, "length" if is_last else None))
+            events.append(TokensEvent(each, each.sample_indices[0], token, (token,), "length" if is_last else None))
             if is_last:
                 self.leave(each)
         return events

@@ -64,7 +64,9 @@ def num_worthwhile(
     best, expected, deepest = 0, float(num_streams), 0
     best_rate = 0.0 if costs is None else expected / costs.plain_s
     for num, (chance, _, place) in enumerate(drafts[:most], 1):
-        expected, deepest = expected - chance, max(deepest, place)
+        expected -= chance
+        if place > deepest:
+            deepest = place
         if costs is None:
             if -chance < LEAST_CHANCE or num_tokens + num > FREE_ROWS:
                 break

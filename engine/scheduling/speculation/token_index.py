@@ -54,7 +54,10 @@ class TokenIndex:
         if end is None:
             return []
         tokens, known = self._tokens, len(self._tokens)
-        guessed: list[int] = []
+        guessed = tokens[end + 1 : end + 1 + count]
+        if len(guessed) == count and min(guessed, default=0) >= 0:
+            return guessed
+        guessed = []
         for position in range(end + 1, end + 1 + count):
             token = tokens[position] if position < known else guessed[position - known]
             if token < 0:
@@ -63,38 +66,39 @@ class TokenIndex:
         return guessed
 
     def _best_end(self) -> int | None:
-        best, longest = None, 0
-        for end, num_same in self._places():
-            length = self._common(end, num_same)
-            if length > longest:
-                best, longest = end, length
-            if length == self._most:
-                break
-        return best if longest >= self._least else None
-
-    def _places(self) -> Iterator[tuple[int, int]]:
-        """Positions of last tokens of runs that may be the newest run, the newest first, and how many tokens up to
-        there are the newest ones for sure."""
+        """The last token of the place before which the most tokens are the newest ones; None: they are new."""
         if len(self._tokens) < self._least:
-            return
+            return None
         run = self._tokens[-self._least :]
-        later = self._ends.get(tuple(run), [])[-CANDIDATES:]
-        for end in reversed(later):
-            yield end, self._least
-        if len(later) < CANDIDATES and len(self._keys):
-            key = _key_of(run)
-            end = bisect.bisect_right(self._keys, key)
-            for index in range(end - 1, max(-1, end - 1 - CANDIDATES + len(later)), -1):
-                if self._keys[index] != key:
-                    break
-                yield self._order[index] + self._least - 1, 0
+        later = self._ends.get(tuple(run), [])[: -1 - CANDIDATES : -1]
+        best, longest = self._best_of(later, None, self._least - 1)
+        if longest < self._most and len(later) < CANDIDATES:
+            best, longest = self._best_of(self._in_prompt(run, CANDIDATES - len(later)), best, longest)
+        return best
 
-    def _common(self, end: int, num_same: int) -> int:
-        """How many tokens up to `end` are the newest ones, `most` at most and `num_same` at least."""
-        tokens, length = self._tokens, num_same
-        while length < self._most and length <= end and tokens[end - length] == tokens[-1 - length]:
-            length += 1
-        return length
+    def _best_of(self, places: Iterable[int], best: int | None, longest: int) -> tuple[int | None, int]:
+        """The best of these places and `best`, where `longest` tokens are the newest ones, and how many are there."""
+        tokens, most = self._tokens, self._most
+        for end in places:
+            # A better place has one more token alike at least: most others are known by that one.
+            if longest <= end and tokens[end - longest] == tokens[-1 - longest]:
+                length = 0
+                while length < most and length <= end and tokens[end - length] == tokens[-1 - length]:
+                    length += 1
+                if length > longest:
+                    best, longest = end, length
+                    if length == most:
+                        break
+        return best, longest
+
+    def _in_prompt(self, run: Sequence[int], count: int) -> Iterator[int]:
+        """Positions of last tokens of runs of the prompt that may be this run, the newest first, `count` at most."""
+        key = _key_of(run)
+        end = bisect.bisect_right(self._keys, key)
+        for index in range(end - 1, max(-1, end - 1 - count), -1):
+            if self._keys[index] != key:
+                break
+            yield self._order[index] + self._least - 1
 
 
 def _keys_of(tokens: np.ndarray, size: int) -> np.ndarray:

@@ -8,23 +8,31 @@ drawn it. If not, everything behind it is void.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-import numpy as np
-
-from tandem.engine.scheduling.step import SampleRow
+from collections.abc import Sequence
+from typing import NamedTuple
 
 
-def void_samples(samples: Sequence[SampleRow], token_ids: Sequence[int]) -> set[int]:
-    """Indices of samples that stand behind a wrong draft. `token_ids[i]`: what sample i drew."""
-    return void_drafts(enumerate(sample.draft for sample in samples), token_ids)
+class Run(NamedTuple):
+    """The samples `first` … `end` - 1 of a step, which are one sequence's: behind its newest token, then behind each of
+    its drafts. Those before `kept` stand behind its own tokens; the others are void."""
+
+    first: int
+    kept: int
+    end: int
 
 
-def void_drafts(drafts: Iterable[tuple[int, int]], token_ids: Sequence[int] | np.ndarray) -> set[int]:
-    """The same of some samples: pairs of an index and the draft there, below 0 for none, in order. A sequence's
-    samples are all among them or none."""
-    void: set[int] = set()
-    for index, draft in drafts:
-        if draft >= 0 and (index - 1 in void or token_ids[index - 1] != draft):
-            void.add(index)
-    return void
+def runs_of(drafts: Sequence[int], token_ids: Sequence[int]) -> list[Run]:
+    """The runs of samples, in order. `drafts[i]`: the draft that sample i stands behind, below 0 for none;
+    `token_ids[i]`: what it drew."""
+    runs: list[Run] = []
+    first = kept = 0
+    for index, draft in enumerate(drafts):
+        if draft < 0:
+            if index:
+                runs.append(Run(first, kept, index))
+            first, kept = index, index + 1
+        elif kept == index and token_ids[index - 1] == draft:
+            kept = index + 1
+    if drafts:
+        runs.append(Run(first, kept, len(drafts)))
+    return runs

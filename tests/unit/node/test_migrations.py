@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_harness import BLOCK, Harness, expected
+from engine_harness import BLOCK, HalfRight, Harness, expected
 
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.parts import Continuation, PeerRef
@@ -76,9 +77,11 @@ class HandSource:
 class Leaving:
     """A request "r" that decodes, and the Migrations of its node."""
 
-    def __init__(self, num_blocks: int = 32, **settings: Any) -> None:
-        self.harness = Harness(num_blocks)
-        self.request = self.harness.add("r", PROMPT, **{"max_tokens": 40, **settings})
+    def __init__(
+        self, num_blocks: int = 32, speculates: bool = False, prompt: Sequence[int] = PROMPT, **settings: Any
+    ) -> None:
+        self.harness = Harness(num_blocks, speculates=speculates)
+        self.request = self.harness.add("r", prompt, **{"max_tokens": 40, **settings})
         self.source = HandSource(self.harness)
         self.closed: list[tuple[object, int]] = []
         entry = AcceptedRequest(self.request, "router", None, 0.0, {0})  # type: ignore[arg-type]
@@ -229,3 +232,24 @@ def test_one_that_ends_meanwhile_cancels_its_hand_off() -> None:
     assert leaving.harness.finished["r", 0] == "length"
     assert leaving.source.cancelled
     assert leaving.reasons() in ([outcomes.ENDED], [outcomes.OUTGROWN])
+
+
+@pytest.mark.parametrize("num_known", range(8, 16))
+def test_a_sequence_never_outgrows_the_room_that_was_claimed(monkeypatch: pytest.MonkeyPatch, num_known: int) -> None:
+    """Though right guesses bring many tokens a step, and the loop launches a second step in a turn behind one."""
+    monkeypatch.setattr(departures, "LEAST_GROWTH_TOKENS", 1)
+    monkeypatch.setattr(departures, "GROWTH_BLOCKS", 1)
+    monkeypatch.setattr(HalfRight, "num_speculative_tokens", 2)
+    leaving = Leaving(speculates=True, prompt=[1, 2, 3], ignore_eos=True)
+    core = leaving.harness.core
+    while len(leaving.request.output_token_ids) < num_known:
+        leaving.harness.step()
+    assert leaving.begin()
+    leaving.source.granted, leaving.source.flushed = True, False
+    while leaving.source.handed is None:
+        leaving.departures.advance(1.0)
+        core.launch()
+        core.read()
+        if core.device_waits:
+            core.launch()
+    assert leaving.source.handed.num_tokens <= leaving.source.most_tokens

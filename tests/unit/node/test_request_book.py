@@ -10,9 +10,17 @@ import pytest
 
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.engine.contracts.wire.parts import PeerRef, PrefixHint
-from tandem.engine.contracts.wire.requests import Accepted, Cancelled, PromptLogprobs, RequestFailed, Submit, Tokens
-from tandem.engine.scheduling.request import FailedEvent, PromptLogprobsEvent, TokenEvent
+from tandem.engine.contracts.wire.parts import PeerRef, PrefixHint, TokenLogprobs
+from tandem.engine.contracts.wire.requests import (
+    Accepted,
+    Cancelled,
+    PromptLogprobs,
+    RequestFailed,
+    Submit,
+    TokenDelta,
+    Tokens,
+)
+from tandem.engine.scheduling.request import FailedEvent, PromptLogprobsEvent, TokensEvent
 from tandem.node.requests import AcceptedRequest, RequestBook
 
 ROUTER = NodeKey("router-a", 1)
@@ -25,8 +33,8 @@ def submit(request_id: str = "r", prompt: tuple[int, ...] = (1, 2, 3), **fields:
     return Submit(request_id=request_id, **fields)  # type: ignore[arg-type]
 
 
-def token(entry: AcceptedRequest, index: int, sample: int = 0, finish: str | None = None) -> TokenEvent:
-    return TokenEvent(entry.request, sample, index, 10 + index, finish)  # type: ignore[arg-type]
+def token(entry: AcceptedRequest, index: int, sample: int = 0, finish: str | None = None) -> TokensEvent:
+    return TokensEvent(entry.request, sample, index, (10 + index,), finish)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -108,6 +116,16 @@ def test_all_tokens_of_a_drain_are_one_message_a_router(book: RequestBook) -> No
     assert [(d.request_id, d.output_index) for d in out[ROUTER].deltas] == [("a", 0), ("b", 0), ("a", 1)]  # type: ignore[union-attr]
     assert [d.request_id for d in out[OTHER].deltas] == ["c"]  # type: ignore[union-attr]
     assert book.drain_outbox() == []
+
+
+def test_what_a_step_made_of_a_sample_is_one_delta(book: RequestBook) -> None:
+    entry = Opened(book).open()
+    entries = tuple(TokenLogprobs((each,), (-1.0,)) for each in (5, 6, 7))
+    book.on_events([TokensEvent(entry.request, 0, 4, (5, 6, 7), "stop", 7, entries)])
+    [(_, tokens)] = book.drain_outbox()
+    assert isinstance(tokens, Tokens)
+    assert tokens.deltas == (TokenDelta("r", 0, 0, 4, (5, 6, 7), "stop", 7, entries),)
+    assert book.num_ended == 1
 
 
 def test_tokens_come_before_the_failure_that_follows_them(book: RequestBook) -> None:

@@ -120,3 +120,20 @@ def test_the_null_block_is_nobodys() -> None:
     assert pool.num_free == pool.num_blocks == 4
     assert not pool.is_writable(pool.null_block)
     assert pool.null_block not in (pool.allocate(4) or ())
+
+
+def test_of_a_chain_that_has_passed_the_last_blocks_are_reused_first() -> None:
+    """What is left of it is found: with its first block all of it would be lost."""
+    harness = Harness(window=WINDOW, num_blocks=16)
+    request = harness.add("first", [3] * 8, max_tokens=33, ignore_eos=True)
+    harness.run()
+    tokens = [*request.known_token_ids().tolist(), 1]
+    for num_reused in (0, 8, 12):
+        taken = harness.pool.allocate(num_reused)
+        assert taken is not None
+        again = harness.add(f"after {num_reused}", tokens, max_tokens=1)
+        found = harness.scheduler.state.kv.cached_prefix(again)
+        assert len(found) == min(40 // BLOCK, harness.pool.num_blocks - num_reused)
+        harness.scheduler.state.abort(again.key)
+        harness.pool.free(taken, None)
+    harness.assert_empty()

@@ -42,7 +42,7 @@ from tandem.router.requests.actions import (
     SendToNode,
 )
 from tandem.router.requests.machine import RequestMachine
-from tandem.router.requests.parts import AttemptState
+from tandem.router.requests.parts import AttemptState, Sample
 
 D, P, X = PeerRef("d", 1, "tcp://d"), PeerRef("p", 2, "tcp://p"), PeerRef("x", 3, "tcp://x")
 DK, PK, XK = NodeKey("d", 1), NodeKey("p", 2), NodeKey("x", 3)
@@ -476,3 +476,12 @@ def test_random_histories_end_once_with_every_token_once(data: st.DataObject) ->
     assert len(ends) == 1
     if isinstance(ends[0], Finish):
         assert out == [[token(i, k) for k in range(max_tokens)] for i in range(num_samples)]
+
+
+def test_of_what_came_early_twice_the_longer_is_kept() -> None:
+    """As of a sample that moved: one node was cut short, the other repeats what it may not have sent."""
+    sample = Sample()
+    for token_ids in ((5,), (5, 6, 7), (5, 6)):
+        assert sample.take(TokenDelta("r", 1, 0, 2, token_ids), 9) == []
+    assert [each.token_ids for each in sample.take(TokenDelta("r", 1, 0, 0, (3, 4)), 9)] == [(3, 4), (5, 6, 7)]
+    assert sample.token_ids == [3, 4, 5, 6, 7]

@@ -17,7 +17,7 @@ from tandem.engine.contracts.config import ModelOptions, RouterOptions
 from tandem.engine.contracts.errors import InvalidRequestError, NodeFailedError
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.router.chat.chat import Chat
-from tandem.router.requests.sample_output import Piece
+from tandem.router.requests.sample_output import ChatLogprobs, Piece
 from tandem.router.responses.body import parse_responses
 from tandem.router.responses.format import ResponsesAnswer, ResponsesFormat
 from tandem.router.responses.input_items import messages_of
@@ -109,6 +109,18 @@ def test_however_output_is_cut_its_events_add_up(chat: Chat) -> None:
                 assert event["item_id"] == output[event["output_index"]]["id"]
                 added[event["output_index"]] = added.get(event["output_index"], "") + event["delta"]
         assert added == {0: "hm", 1: "yes", 2: '{"a": 1}', 3: "\nmore"}
+
+
+def test_reasoning_may_end_at_any_token_of_a_piece(chat: Chat) -> None:
+    texts = ["<think>", "h", "m", "</think>", "y", "es"]
+    rows = ChatLogprobs([{"token": text} for text in texts])
+    ends = [sum(map(len, texts[:count])) for count in range(1, len(texts))]
+    form = form_of(chat, top_logprobs=1)
+    piece = Piece("".join(texts), range(len(texts)), rows, "stop", None, ends)
+    events = events_of(form.writer().piece(0, piece))
+    assert form.answer.num_reasoning_tokens == 3
+    said = [event for event in events if event["type"] == "response.output_text.done"]
+    assert [(event["text"], [row["token"] for row in event["logprobs"]]) for event in said] == [("yes", texts[3:])]
 
 
 def test_a_failure_is_the_last_event(chat: Chat) -> None:

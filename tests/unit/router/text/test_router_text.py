@@ -203,6 +203,26 @@ def test_stop_string_across_tokens_ends_the_sample_and_cuts_the_delta(tokenizer:
     assert output.feed(emit(ids)) is None
 
 
+@pytest.mark.parametrize("at_once", [2, 3, 99])
+@pytest.mark.parametrize("stops", [[], ["jump"], ["fox jumps over", "own"]])
+def test_tokens_told_at_once_say_what_they_say_one_by_one(tokenizer: Tokenizer, stops: list[str], at_once: int) -> None:
+    ids = tokenizer.encode("the quick brown fox 😁 jumps over")
+    said = []
+    for size in (1, at_once):
+        output = sample(tokenizer, stops, min_tokens=4, logprobs=1)
+        pieces = [
+            output.feed(emit(ids[i : i + size], "length" if i + size >= len(ids) else None))
+            for i in range(0, len(ids), size)
+        ]
+        fed = [piece for piece in pieces if piece is not None]
+        texts = [text for piece in fed for text in piece.texts()]
+        assert "".join(texts) == "".join(piece.text for piece in fed)
+        token_ids = [each for piece in fed for each in piece.token_ids]
+        offsets = [each for piece in fed if piece.logprobs is not None for each in piece.logprobs.text_offset]
+        said.append((texts, token_ids, offsets, output.num_tokens, fed[-1].finish_reason))
+    assert said[0] == said[1]
+
+
 def test_stop_strings_within_min_tokens_do_not_count(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the the the")
     output = sample(tokenizer, ["the"], min_tokens=len(ids) - 1)

@@ -16,7 +16,7 @@ from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.ports import BetweenLayers
-from tandem.engine.scheduling.request import Request, TokenEvent
+from tandem.engine.scheduling.request import Request, TokensEvent
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.scheduling.speculation.gains import (
     FIRST_CREDIT,
@@ -85,7 +85,9 @@ class Machine:
         """Tokens a second of so many turns."""
         began, had = self.now, self.num_tokens
         for _ in range(num_turns):
-            self.num_tokens += sum(isinstance(event, TokenEvent) for event in self._core.step())
+            self.num_tokens += sum(
+                len(event.token_ids) for event in self._core.step() if isinstance(event, TokensEvent)
+            )
         return (self.num_tokens - had) / (self.now - began)
 
     def share_drafted(self, num_steps: int) -> float:

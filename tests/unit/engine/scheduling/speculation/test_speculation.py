@@ -11,6 +11,7 @@ from engine_harness import Harness
 
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.scheduling.clock import StepClock
+from tandem.engine.scheduling.request import EngineEvent, TokensEvent
 from tandem.engine.scheduling.speculation.lengths import FIRST_CHANCE, Acceptance, Costs, num_worthwhile
 from tandem.engine.scheduling.speculation.options import (
     DraftModelOptions,
@@ -20,8 +21,8 @@ from tandem.engine.scheduling.speculation.options import (
     read_speculative_config,
 )
 from tandem.engine.scheduling.speculation.token_index import CANDIDATES, TokenIndex
-from tandem.engine.scheduling.speculation.verdicts import void_samples
-from tandem.engine.scheduling.step import RunnerOutput, SampleRow, SchedulerOutput
+from tandem.engine.scheduling.speculation.verdicts import Run, runs_of
+from tandem.engine.scheduling.step import RunnerOutput, SchedulerOutput
 
 # --- options ------------------------------------------------------------------------------------------------
 
@@ -187,10 +188,10 @@ def test_acceptance_is_learned_and_forgotten() -> None:
 
 def test_behind_a_wrong_draft_all_is_void_and_the_next_sequence_is_not() -> None:
     drafts = [-1, 5, 6, 7, -1, 8]
-    samples = [SampleRow(index, 0, 0, 0, 0, draft) for index, draft in enumerate(drafts)]
-    assert void_samples(samples, [5, 6, 0, 7, 8, 1]) == {3}
-    assert void_samples(samples, [0, 6, 7, 7, 9, 1]) == {1, 2, 3, 5}
-    assert void_samples(samples, [5, 6, 7, 7, 8, 1]) == set()
+    assert runs_of(drafts, [5, 6, 0, 7, 8, 1]) == [Run(0, 3, 4), Run(4, 6, 6)]
+    assert runs_of(drafts, [0, 6, 7, 7, 9, 1]) == [Run(0, 1, 4), Run(4, 5, 6)]
+    assert runs_of(drafts, [5, 6, 7, 7, 8, 1]) == [Run(0, 4, 4), Run(4, 6, 6)]
+    assert runs_of([], []) == []
 
 
 # --- steps --------------------------------------------------------------------------------------------------
@@ -222,6 +223,25 @@ def test_a_right_guess_saves_steps_and_never_passes_max_tokens() -> None:
         harness.assert_output("one")
         steps[speculates] = harness.scheduler.num_steps
     assert steps[True] < 0.7 * steps[False]
+
+
+def test_what_a_step_makes_of_a_sequence_is_told_at_once() -> None:
+    harness = Harness(64, speculates=True)
+    told: list[int] = []
+    take_events = harness.scheduler.state.take_events
+
+    def noted() -> list[EngineEvent]:
+        events = take_events()
+        told.extend(len(event.token_ids) for event in events if isinstance(event, TokensEvent))
+        return events
+
+    harness.scheduler.state.take_events = noted  # type: ignore[method-assign]
+    harness.add("one", [1, 2, 3], max_tokens=24, ignore_eos=True)
+    harness.run()
+    harness.assert_output("one")
+    assert sum(told) == 24
+    assert len(told) <= harness.scheduler.num_steps
+    assert max(told) > 1
 
 
 def test_outputs_are_the_same_while_drafts_cease_and_come_back() -> None:
