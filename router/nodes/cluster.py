@@ -28,6 +28,7 @@ from tandem.router.nodes.served_model import ServedModel
 from tandem.router.placing.elastic import ElasticPlacement, Plan
 from tandem.router.placing.elastic_finder import find_elastic, plans
 from tandem.router.placing.fleet_need import FleetNeed
+from tandem.router.placing.forerunners import Forerunners
 from tandem.router.placing.helpers import with_helpers
 from tandem.router.placing.placement import Placement, PlacementRequest, find_placement, offers
 from tandem.router.placing.policies import Choice, make_policy
@@ -79,7 +80,7 @@ class Cluster:
         self.adapters = ServedAdapters(options.lora, self._say, lambda: [*self._links_by_key])
         self._policy, self.is_elastic = make_policy(options.placement, hello.epoch), options.placement == "elastic"
         self._rule = ElasticPlacement(options.prefill_nodes_per_prompt, options.prefill_shared_tokens)
-        self.need = FleetNeed()
+        self.need, self.forerunners = FleetNeed(), Forerunners()
         self.model = ServedModel(given_names(options.model.served_name), tokenizer)
         self.profiles: NodeAnswers[Profiled] = NodeAnswers()
         self.stories: NodeAnswers[tuple[Story, float]] = NodeAnswers()  # and when each came
@@ -221,7 +222,7 @@ class Cluster:
 
     def place(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> Placement | None:
         self._hear_siblings(now)
-        cached, nodes, options = self._cached_tokens(block_hashes), self.serving(), self._options
+        cached, nodes, options = self.tokens_held(block_hashes), self.serving(), self._options
         placement = find_elastic(request, nodes, cached, now, self._rule) if self.is_elastic else None
         if placement is None:
             placement = find_placement(request, nodes, cached, options.local_tail_tokens, self._policy, now)
@@ -257,15 +258,20 @@ class Cluster:
 
     def offers(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> list[Choice]:
         """What each node would cost now, cheapest first; nothing is placed."""
-        return offers(request, self.serving(), self._cached_tokens(block_hashes), now)
+        return offers(request, self.serving(), self.tokens_held(block_hashes), now)
 
     def plans(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> list[Plan]:
         """What the elastic rule chooses from now, cheapest first; none where it doesn't place."""
         if not self.is_elastic:
             return []
-        return plans(request, self.serving(), self._cached_tokens(block_hashes), now, self._rule)
+        return plans(request, self.serving(), self.tokens_held(block_hashes), now, self._rule)
 
-    def _cached_tokens(self, block_hashes: Sequence[bytes]) -> dict[NodeKey, int]:
+    @property
+    def has_directory(self) -> bool:
+        return self._directory is not None
+
+    def tokens_held(self, block_hashes: Sequence[bytes]) -> dict[NodeKey, int]:
+        """How many leading tokens of a prompt each node is known to hold."""
         if self._directory is None or self.model.identity is None or not block_hashes:
             return {}
         return cached_tokens(self._directory, self.serving(), block_hashes, self.model.identity.hash_block_size)

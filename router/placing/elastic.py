@@ -362,9 +362,8 @@ class _Search:
     def _seconds(self, lead: _Lead) -> float:
         """What the prompt takes on that node alone, and pulling its prefix."""
         node, found = lead.node, lead.num_held + lead.num_pulled
-        num_new = self._task.num_prompt_tokens - found
-        alone_s = num_new * node.least_s_per_token * (1 + (found + num_new / 2) * node.report.attention_growth)
-        return max(alone_s, num_new * node.s_per_token) + lead.num_pulled * self._roads.fetch_s_per_token
+        computing_s = node.seconds_for(found, self._task.num_prompt_tokens)
+        return computing_s + lead.num_pulled * self._roads.fetch_s_per_token
 
     def _stream_cost(self, sink: Outlook) -> tuple[float, int]:
         """Returns what one more stream costs there, and how many would be too slow by it."""

@@ -88,6 +88,12 @@ class Outlook:
         self._work_off(now)
         return bool(self._prompts)
 
+    def seconds_for(self, begin: int, end: int) -> float:
+        """What these tokens of a prompt take here, if those before them are found."""
+        num_new, growth = end - begin, self.report.attention_growth
+        alone_s = num_new * self.least_s_per_token * (1 + (begin + num_new / 2) * growth)
+        return max(alone_s, num_new * self.s_per_token)
+
     def late_s(self, now: float) -> float:
         """Seconds of work for prompts that will be late."""
         self._work_off(now)

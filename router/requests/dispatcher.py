@@ -193,6 +193,7 @@ class Dispatcher:
 
     def _forget(self, generation: Generation) -> None:
         self.active.discard(generation)
+        self._cluster.forerunners.settled(generation.machine.spec.request_id, self._clock())
         for request_id in generation.submitted_ids:
             self._by_id.pop(request_id, None)
         for request_id in [key for key, waiting in self.waiting.items() if waiting is generation]:
@@ -200,6 +201,8 @@ class Dispatcher:
         self._metrics.active.set(len(self.active))
 
     def _emit(self, generation: Generation, action: EmitTokens) -> Sequence[Action]:
+        if generation.first_token_at is None:
+            self._cluster.forerunners.settled(generation.machine.spec.request_id, self._clock())
         sample = generation.samples[action.sample_index]
         piece = sample.feed(action)
         if piece is None:

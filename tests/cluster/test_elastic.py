@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -13,7 +13,9 @@ from router_in_thread import RouterInThread
 from split_pair import GREEDY, Alone, changed
 from waiting import PATIENCE_S, wait_until
 
-from in_process_cluster import FAST, Node, client_of, node_options
+from in_process_cluster import BLOCK, FAST, Node, client_of, node_options
+from tandem.engine.contracts.keys import NodeKey
+from tandem.router.process.worker import Sources
 from tiny_models import random_prompt, tiny_model
 
 LENGTH = 12
@@ -97,6 +99,63 @@ def test_work_goes_the_other_way_when_the_mix_does(alone: Alone) -> None:
             assert {plan["computes"] for plan in plans} == {node.info.node_id for node in nodes}
             figures = router.client.get("/status").json()["fleet"]
             assert (figures["late_work_seconds"], figures["spare_nodes"] > 0) == (0, True), "all are in time"
+
+
+class Pools:
+    """A directory that knows at any time what the nodes' pools hold."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self._nodes = nodes
+
+    def longest_prefix(self, block_hashes: Sequence[bytes]) -> dict[NodeKey, int]:
+        found = {node.info.key: len(node.process.pool.match_prefix(block_hashes)) for node in self._nodes}
+        return {key: length for key, length in found.items() if length}
+
+
+@pytest.mark.parametrize("roles", [("unified",), ("prefill", "decode")])
+def test_a_prompt_waits_for_one_that_begins_as_it_does(
+    roles: tuple[str, ...], alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes compute nothing until the second is there: it waits in the router. Alone, a node finds what the first one
+    left; of two it depends on the time who computes the second. Waiting is worth it however fast this machine is."""
+    monkeypatch.setattr("tandem.router.placing.forerunners.HEARD_S", -2 * PATIENCE_S)
+    monkeypatch.setattr("tandem.router.placing.forerunners.WORTH", 1e9)
+    folder = tiny_model("llama")
+    begin = random_prompt(200, seed=7)
+    prompts = [[*begin, *random_prompt(9, seed=seed)] for seed in (1, 2)]
+    with running(*roles) as nodes, ThreadPoolExecutor(2) as pool:
+        addresses = tuple(node.info.control_address for node in nodes)
+        with RouterInThread(
+            folder, addresses, Sources(directory=Pools(nodes)), timeouts=FAST, placement="elastic"
+        ) as router:
+            router.wait_ready()
+            service = router.worker.service
+            wait_until(lambda: len(service.cluster.serving()) == len(nodes), "all nodes")
+            model = router.client.get("/v1/models").json()["data"][0]["id"]
+
+            def ask(prompt: list[int]) -> dict:
+                body = {"model": model, "prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True,
+                        "return_token_ids": True}  # fmt: skip
+                answer = router.client.post("/v1/completions", json=body, timeout=2 * PATIENCE_S)
+                assert answer.status_code == 200, answer.text
+                return answer.json()
+
+            for node in nodes:
+                node.hold_after(0)
+            first = pool.submit(ask, prompts[0])
+            wait_until(lambda: len(service.cluster.forerunners) == 1, "the first to be placed")
+            second = pool.submit(ask, prompts[1])
+            wait_until(lambda: service.num_waiting == 1, "the second to wait")
+            for node in nodes:
+                node.go_on()
+            answers = [each.result(2 * PATIENCE_S) for each in (first, second)]
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert [answer["choices"][0]["token_ids"]] == alone.run(prompt, changed(GREEDY, max_tokens=LENGTH))
+            found = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+            assert found[0] == 0
+            assert len(nodes) > 1 or found[1] == len(begin) // BLOCK * BLOCK
+            router.wait_idle()
+            assert len(service.cluster.forerunners) <= 1, "it is forgotten with the next one"
 
 
 def test_nodes_lean_the_other_way_when_the_mix_does(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:

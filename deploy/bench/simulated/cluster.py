@@ -25,6 +25,7 @@ from tandem.kv_connector.directory.own_view import OwnView
 from tandem.kv_connector.directory.records import Batch, DirectoryEvent, decode_event, encode
 
 HEARTBEAT_S = 0.5  # engine/contracts/config.py
+TICK_S = 0.1  # router/process/worker.py
 FLUSH_S = 0.01  # of the directory's publisher
 
 Channel = Callable[[Sequence[Batch]], list[DirectoryEvent]]
@@ -74,18 +75,21 @@ class Simulation:
             for index in range(shape.num_routers)
         ]
         self._ping = 0
-        self._flush_at = math.inf
+        self._flush_at = self._look_at = math.inf
+        self._waiting: list[tuple[Job, Router]] = []
         self._changed: dict[str, SimulatedNode] = {}
         for node in self.nodes:  # the first batch of a node is a reset
             self._publish(node)
 
     def run(self, requests: Sequence[TraceRequest]) -> None:
         beat_at, index = HEARTBEAT_S, 0
-        while index < len(requests) or self._heap:
+        while index < len(requests) or self._heap or self._waiting:
             arrival = requests[index].arrival_s if index < len(requests) else math.inf
             event_at = self._heap[0][0] if self._heap else math.inf
-            now = min(arrival, event_at, beat_at, self._flush_at)
-            if now == self._flush_at:
+            now = min(arrival, event_at, beat_at, self._flush_at, self._look_at)
+            if now == self._look_at:
+                self._look(now)
+            elif now == self._flush_at:
                 self._flush()
             elif now == event_at:
                 self._next_event()
@@ -103,7 +107,21 @@ class Simulation:
         now = request.arrival_s
         job = Job(request, request.block_hashes(), now)
         self.jobs.append(job)
-        placing = self._routers[index % len(self._routers)].place(job, self._ping, now)
+        self._place(job, self._routers[index % len(self._routers)], now)
+
+    def _look(self, now: float) -> None:
+        """Has the routers ask again about jobs that wait."""
+        waiting, self._waiting, self._look_at = self._waiting, [], math.inf
+        for job, router in waiting:
+            self._place(job, router, now)
+
+    def _place(self, job: Job, router: Router, now: float) -> None:
+        placing = router.place(job, self._ping, now)
+        if placing is None:
+            self._waiting.append((job, router))
+            self._look_at = min(self._look_at, now + TICK_S)
+            return
+        job.waited_s = now - job.arrived_at
         nodes = [self._by_id[node_id] for node_id in placing.computing]
         job.peer = self._by_id[placing.peer].cache if placing.peer else None
         job.places = placing.computing
@@ -121,7 +139,9 @@ class Simulation:
             self._stores(node, at)
         elif at == node.next_at:  # else something came meanwhile and made the run of steps shorter
             num_done = len(node.done)
-            node.advance()
+            for each in node.advance():
+                for router in self._routers:
+                    router.first_token(each, at)
             self._stores(node, at)
             if len(node.done) > num_done:
                 self._grant(node, at)

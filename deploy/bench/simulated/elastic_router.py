@@ -11,13 +11,17 @@ from tandem.deploy.bench.simulated.node import SimulatedNode
 from tandem.deploy.bench.simulated.router import EPOCH, Placing, SimulatedMirror
 from tandem.deploy.bench.simulated.shape import ClusterShape
 from tandem.deploy.bench.trace import TRACE_BLOCK
+from tandem.engine.contracts.config import Timeouts
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.parts import Targets
 from tandem.engine.contracts.wire.work import MOST_PROMPTS, NodeReport
 from tandem.kv_connector.directory.records import DirectoryEvent
 from tandem.router.placing.elastic import ElasticPlacement, Fleet, Roads, Task
+from tandem.router.placing.forerunners import QUEUE_SHARE, Forerunners
 from tandem.router.placing.leaning import Side
 from tandem.router.placing.outlook import Outlook
+
+MAY_WAIT_S = QUEUE_SHARE * Timeouts().connect_s  # as long as a request waits for a node that was told nothing
 
 
 class ElasticRouter:
@@ -39,6 +43,7 @@ class ElasticRouter:
             kinds={self._outlooks[node.node_id].key: node.role for node in nodes},
         )
         self._placement = ElasticPlacement(shape.most_nodes)
+        self._forerunners = Forerunners()
 
     def take(self, events: Sequence[DirectoryEvent]) -> None:
         self._mirror.take(events)
@@ -49,14 +54,22 @@ class ElasticRouter:
     def heard_all(self, now: float) -> None:
         self._leanings.look(self._outlooks.values(), now)
 
+    def first_token(self, job: Job, now: float) -> None:
+        self._forerunners.settled(job, now)
+
     def _report(self, node: SimulatedNode, now: float) -> NodeReport:
         share = self._shares[node.node_id].at(now, node.prefill_s)
         return report_of(node, self._costs, self._targets, share, now)
 
-    def place(self, job: Job, ping: int, now: float) -> Placing:
-        task = Task(job.num_prompt_tokens, self._targets.ttft_s, self._targets.tpot_s)
-        plan = self._placement.find(task, self._fleet, self._mirror.cached(job), now)
+    def place(self, job: Job, ping: int, now: float) -> Placing | None:
+        cached, waited_s = self._mirror.cached(job), now - job.arrived_at
+        if self._forerunners.should_wait(job, job.hashes, lambda: cached, waited_s, MAY_WAIT_S, now):
+            return None
+        task = Task(job.num_prompt_tokens, max(0.0, self._targets.ttft_s - waited_s), self._targets.tpot_s)
+        plan = self._placement.find(task, self._fleet, cached, now)
         assert plan is not None
+        lead = self._by_key[plan.computing[0]]
+        self._forerunners.placed(job, job.hashes, TRACE_BLOCK, lead, now + plan.own_s)
         for key in plan.computing:
             outlook = self._by_key[key]
             outlook.note_placement(round(plan.share_s / outlook.s_per_token), now + plan.due_s, 0, now)

@@ -167,8 +167,9 @@ class SimulatedNode:
         began, _, num_steps = self._run
         self.loaded_s = self.busy_s + (now - began if num_steps else 0.0)
 
-    def advance(self) -> None:
-        """Ends the step, or run of decode steps, that is under way."""
+    def advance(self) -> list[Job]:
+        """Ends the step, or run of decode steps, that is under way. Returns the jobs that have their first token by
+        it."""
         now, (began, step_s, num_steps) = self.next_at, self._run
         self._now = now
         if num_steps:
@@ -187,8 +188,9 @@ class SimulatedNode:
             self._finish(job, now)
         for job in self._ending:
             self._first_token(job, now)
-        self._ending = []
+        ended, self._ending = self._ending, []
         self._start(now)
+        return ended
 
     def check_integrity(self) -> None:
         """Says whether the books agree when no step is under way."""

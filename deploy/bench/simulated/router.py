@@ -41,8 +41,11 @@ class Router(Protocol):
     def heard_all(self, now: float) -> None:
         """Is called when all nodes have answered."""
 
-    def place(self, job: Job, ping: int, now: float) -> Placing:
-        """The job's nodes. Views of them count it at once."""
+    def first_token(self, job: Job, now: float) -> None:
+        """Is called when a job has its first token."""
+
+    def place(self, job: Job, ping: int, now: float) -> Placing | None:
+        """The job's nodes. Views of them count it at once. None: it is to wait, and this to be asked again."""
 
 
 class SimulatedMirror:
@@ -79,6 +82,9 @@ class SimulatedRouter:
         self._views[node.node_id].note_status(status_of(node, ping, self._costs), now)
 
     def heard_all(self, now: float) -> None:
+        pass
+
+    def first_token(self, job: Job, now: float) -> None:
         pass
 
     def place(self, job: Job, ping: int, now: float) -> Placing:

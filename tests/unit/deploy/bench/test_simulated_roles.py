@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 
@@ -22,7 +23,7 @@ FLAT = CostModel(prefill_s_per_token=1e-3, prefill_s_per_token_and_context=0.0, 
 SPLIT = ClusterShape(0, 100 * TRACE_BLOCK, 0, costs=FLAT, num_prefill=1, num_decode=1)
 
 
-def request(at: float, blocks: range, output: int = 11) -> TraceRequest:
+def request(at: float, blocks: Sequence[int], output: int = 11) -> TraceRequest:
     return TraceRequest(at, TRACE_BLOCK * len(blocks), output, tuple(blocks))
 
 
@@ -83,6 +84,19 @@ def test_room_is_granted_in_the_order_of_claims() -> None:
     assert grants.granted() == []
     grants.taken(large)
     assert grants.granted() == [small, last]
+
+
+def test_a_prompt_waits_for_one_that_begins_as_it_does() -> None:
+    """The first takes 4.1 s of computing. The second comes 1 s later: its router looks again each 0.1 s, and has heard
+    of the first one's blocks by then. The third has one block in common, for which it would wait too long."""
+    shape = ClusterShape(2, 100 * TRACE_BLOCK, 0, costs=FLAT, targets=Targets(60.0, 1.0), most_nodes=1)
+    requests = [request(0.0, range(8)), request(1.0, range(9)), request(1.5, (0, *range(20, 23)))]
+    first, second, third = run(shape, *requests, policy="elastic").jobs
+    assert sum(second.hits.values()) == 8 * TRACE_BLOCK
+    assert first.first_token_at < second.arrived_at + second.waited_s < first.first_token_at + 0.03 + 2 * 0.1
+    assert (first.waited_s, third.waited_s, sum(third.hits.values())) == (0.0, 0.0, 0)
+    strangers = run(dataclasses.replace(shape, num_routers=2), *requests[:2], policy="elastic").jobs
+    assert [(job.waited_s, sum(job.hits.values())) for job in strangers] == [(0.0, 0)] * 2, "not another router's"
 
 
 def test_several_nodes_take_a_long_prompts_chunks_in_turn() -> None:
