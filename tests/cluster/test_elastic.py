@@ -78,25 +78,35 @@ def test_work_goes_the_other_way_when_the_mix_does(alone: Alone) -> None:
                 for prompt, choice in zip(prompts, answer.json()["choices"], strict=True):
                     assert [choice["token_ids"]] == alone.run(prompt, changed(GREEDY, max_tokens=LENGTH))
 
-            for prompt in CHAT:
-                ask([prompt])
-            stayed = placed(router, "stays")
-            assert (stayed, placed(router, "hands over")) == (len(CHAT), 0)
+            def chat_stays() -> bool:
+                """Whether all of a round of chat does. What a token takes is measured, and a busy machine misleads."""
+                stayed = placed(router, "stays")
+                for prompt in CHAT:
+                    ask([prompt])
+                return placed(router, "stays") == stayed + len(CHAT)
+
+            wait_until(chat_stays, "chat to stay")
+            handed = placed(router, "hands over")
             seeds = itertools.count()
             wait_until(
                 lambda: (
-                    ask([random_prompt(700, seed=next(seeds)) for _ in range(8)]), placed(router, "hands over") > 0
+                    ask([random_prompt(700, seed=next(seeds)) for _ in range(8)]), placed(router, "hands over") > handed
                 )[1],
                 "somebody else to compute",
             )  # fmt: skip
-            stayed = placed(router, "stays")
-            for prompt in CHAT:
-                ask([prompt])
-            assert placed(router, "stays") == stayed + len(CHAT)
-            shown = router.client.post("/explain", json={"model": model, "prompt": CHAT[0], "max_tokens": 5}).json()
-            (plans,) = (prompt["plans"] for prompt in shown["prompts"])
-            assert plans[0]["computes"] == plans[0]["decodes"] == nodes[1].info.node_id
-            assert {plan["computes"] for plan in plans} == {node.info.node_id for node in nodes}
+            wait_until(chat_stays, "chat to stay again")
+
+            def plans() -> list[dict]:
+                asked = {"model": model, "prompt": CHAT[0], "max_tokens": 5}
+                (shown,) = router.client.post("/explain", json=asked).json()["prompts"]
+                assert {plan["computes"] for plan in shown["plans"]} == {node.info.node_id for node in nodes}
+                return shown["plans"]
+
+            def cheapest() -> set[str]:
+                plan = plans()[0]
+                return {plan["computes"], plan["decodes"]}
+
+            wait_until(lambda: cheapest() == {nodes[1].info.node_id}, "the cheapest plan to be that chat stays")
             figures = router.client.get("/status").json()["fleet"]
             assert (figures["late_work_seconds"], figures["spare_nodes"] > 0) == (0, True), "all are in time"
 
