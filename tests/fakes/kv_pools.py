@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import secrets
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, wait_until
 
 from tandem.engine.contracts.errors import TransportError
 from tandem.engine.contracts.keys import NodeKey
@@ -159,6 +160,19 @@ def refused(channel, grant: KVGrant, pairs) -> str:
     except TransportError as error:
         return error.message
     pytest.fail("the write was taken")
+
+
+def connected(source: PoolNode, sink: NodeInfo):
+    """A channel to `sink`, which may need longer to greet on a busy machine than `source` waits for anything."""
+    channels = []
+
+    def connects() -> bool:
+        with contextlib.suppress(TransportError):
+            channels.append(source.connect(sink))
+        return bool(channels)
+
+    wait_until(connects, "a connection")
+    return channels[0]
 
 
 def hangs_up(sock: socket.socket) -> bool:

@@ -14,15 +14,17 @@ import redis
 from waiting import wait_until
 
 from tandem.deploy.launch.child_process import die_with_parent
-from tandem.deploy.redis_server import find_redis_server, free_port
+from tandem.deploy.redis_server import PORTS, find_redis_server, free_port
 
 NUM_SLOTS = 16_384
+BUS = 10_000  # between a server's port and that of its cluster's bus
+FIRST_OF_SYSTEM = 32_768  # Linux's default
 
 
-def bus_port(below: int = 22_000) -> int:
-    """Free for a cluster's server, which also listens on its port + 10,000: that, too, is no port that systems serve
-    connections from."""
-    while (port := free_port()) >= below:
+def bus_port() -> int:
+    """Free for a cluster's server, which also listens on its port + 10,000: that is none of those that `free_port`
+    gives to other tests, nor a port that systems serve connections from."""
+    while not PORTS.stop - BUS <= (port := free_port()) < FIRST_OF_SYSTEM - BUS:
         pass
     return port
 

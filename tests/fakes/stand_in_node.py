@@ -104,7 +104,7 @@ class StandInNode:
     def __post_init__(self) -> None:
         self.node_id = self.node_id or f"{self.role}-{id(self):x}"
         self.running: dict[tuple[str, int], _Running] = {}
-        self._started: set[tuple[str, int]] = set()
+        self._answers: dict[tuple[str, int], Message] = {}  # to Submits that were answered
         self._context = zmq.Context()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -167,7 +167,7 @@ class StandInNode:
         try:
             self._take_turns()
         finally:  # an open socket would make the garbage collector wait for ever
-            self._socket.close(linger=0)
+            self._socket.close(linger=int(PATIENCE_S * 1000))  # what it said before its end, a busy machine sends late
             self._context.term()
 
     def _take_turns(self) -> None:
@@ -214,21 +214,21 @@ class StandInNode:
             self._send(peer, Story(ask=message.ask, moments=tuple(told)))
 
     def _on_submit(self, peer: bytes, submit: Submit) -> None:
+        key = submit.request_id, submit.attempt
+        if key in self._answers:  # the first answer came later than `resend_s`
+            return self._send(peer, self._answers[key])
         self.submits.append(submit)
         if self.deaf_to_submit:
             return
         if self.lose_first_submit:
             self.lose_first_submit = False
             return
-        key = submit.request_id, submit.attempt
         if self.failures:
             failure = self.failures.pop(0)
-            self._send(peer, msgspec.structs.replace(failure, request_id=key[0], attempt=key[1]))
-            return
-        self._send(peer, Accepted(request_id=key[0], attempt=key[1], num_cached_tokens=0))
-        if key in self._started:
-            return  # a duplicate
-        self._started.add(key)
+            self._answers[key] = msgspec.structs.replace(failure, request_id=key[0], attempt=key[1])
+            return self._send(peer, self._answers[key])
+        self._answers[key] = Accepted(request_id=key[0], attempt=key[1], num_cached_tokens=0)
+        self._send(peer, self._answers[key])
         ids = np.frombuffer(submit.prompt_token_ids, dtype="<i4")
         prior = submit.num_prior_output_tokens
         if submit.sampling.num_prompt_logprobs is not None:
@@ -241,7 +241,8 @@ class StandInNode:
             self.running[key] = _Running(peer, submit, ids[: len(ids) - prior], samples, last)
 
     def _on_cancel(self, peer: bytes, cancel: Cancel) -> None:
-        self.cancels.append(cancel)
+        if cancel not in self.cancels:  # else the first answer came later than `resend_s`
+            self.cancels.append(cancel)
         key = cancel.request_id, cancel.attempt
         if key in self.running:
             for sample in cancel.sample_indices or tuple(self.running[key].next_index):

@@ -10,6 +10,7 @@ import queue
 import msgspec
 import pytest
 import torch
+from waiting import PATIENCE_S
 
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
 from tandem.engine.contracts.wire.parts import NodeInfo
@@ -66,9 +67,9 @@ def test_tiers_keep_whole_blocks(kind: type[ExactBlocks] | type[Fp8Blocks], monk
     for tier in (one, several):
         tier.warm_up()
         tier.submit(Save(names, (4, 5, 2), (3, 1, 0), (0, 0, 0), 0))
-        assert done.get(timeout=20).bad == ()
+        assert done.get(timeout=PATIENCE_S).bad == ()
         tier.submit(Load(1, names, (3, 1, 0), (1, 0, 3)))
-        assert done.get(timeout=20).bad == ()
+        assert done.get(timeout=PATIENCE_S).bad == ()
         tier.close()
     assert torch.equal(several.blocks.raw[[0, 1, 3]], one.blocks.raw[[0, 1, 3]])
     changed = [0, 1, 3]

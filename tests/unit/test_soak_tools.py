@@ -64,10 +64,10 @@ class Wire:
         self.near, self.far = self.connect()
 
     def connect(self) -> tuple[socket.socket, socket.socket]:
-        near = socket.create_connection(("127.0.0.1", self.port), 10)
-        self.server.settimeout(10)
+        near = socket.create_connection(("127.0.0.1", self.port), PATIENCE_S)
+        self.server.settimeout(PATIENCE_S)
         far, _ = self.server.accept()
-        far.settimeout(10)
+        far.settimeout(PATIENCE_S)
         near.sendall(b"hello")
         assert far.recv(5, socket.MSG_WAITALL) == b"hello"
         far.sendall(b"welcome")
@@ -94,7 +94,7 @@ def is_silent(sock: socket.socket) -> bool:
     sock.settimeout(0.3)
     with pytest.raises(TimeoutError):
         sock.recv(1)
-    sock.settimeout(10)
+    sock.settimeout(PATIENCE_S)
     return True
 
 
@@ -134,7 +134,7 @@ def test_connections_are_reset_until_the_rule_ends(wire: Wire) -> None:
     wire.apply("reset")
     assert ends(wire.near)
     assert ends(wire.far)
-    with socket.create_connection(("127.0.0.1", wire.port), 10) as refused:
+    with socket.create_connection(("127.0.0.1", wire.port), PATIENCE_S) as refused:
         assert ends(refused)
     wire.relay.apply()
     while True:  # what was refused meanwhile stands in the queue before it
@@ -208,7 +208,7 @@ def test_a_helper_is_found_by_the_layers_that_come_to_it_from_now_on(tmp_path: P
     assert traces.wait(0.05) is None, "the rest of the line follows"
     with (tmp_path / "unified-2-c.jsonl").open("a") as file:
         file.write("\n")
-    assert traces.wait(10.0) == Part("unified-2-c", "unified-0-a")
+    assert traces.wait(PATIENCE_S) == Part("unified-2-c", "unified-0-a")
 
 
 # --- the suite again and again --------------------------------------------------------------------------------

@@ -147,6 +147,7 @@ def test_people_get_a_table_and_a_file_the_rest(stand_in: tuple[StandIn, str], t
 
 def test_the_names_of_other_load_generators(stand_in: tuple[StandIn, str], capsys: Any) -> None:
     server, url = stand_in
+    server.answers_from = 2
     vllm = ["bench", "--base-url", url, "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--json"]
     vllm += ["--num-prompts", "3", "--request-rate", "inf", "--max-concurrency", "2", "--random-input-len", "6"]
     vllm += ["--random-output-len", "7", "--dataset-name", "random", "--ignore-eos", "--save-result", "--seed", "1"]

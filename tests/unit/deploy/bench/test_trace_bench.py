@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from router_in_thread import VOCAB_SIZE, RouterInThread, make_tokenizer_folder
+from waiting import wait_until
 
 from redis_process import running_redis
 from stand_in_node import StandInNode
@@ -280,7 +281,8 @@ def router(tmp_path: Path) -> Iterator[RouterInThread]:
     nodes = [StandInNode(vocab_size=VOCAB_SIZE, node_id=f"n{index}", max_model_len=4096).start() for index in range(2)]
     folder = make_tokenizer_folder(tmp_path / "tokenizer")
     with RouterInThread(folder, tuple(node.address for node in nodes), placement="round_robin") as router:
-        yield router.wait_ready()
+        wait_until(lambda: len(router.worker.service.cluster.serving()) == 2, "both nodes")
+        yield router
     for node in nodes:
         node.stop()
 

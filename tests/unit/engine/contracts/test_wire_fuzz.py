@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 from wire_fuzz import WireFuzz
 
 from tandem.engine.contracts.config import ModelOptions, NodeOptions
@@ -43,7 +43,7 @@ from tandem.kv_connector.transports.mapped import base, cuda_ipc, shm
 from tandem.kv_connector.transports.mapped.base import MappedExport
 from tandem.kv_connector.transports.mapped.shm import ShmHandle
 from tandem.node.ranks import channel
-from tests.fakes.kv_pools import KEYS, SMALL, PoolNode
+from tests.fakes.kv_pools import KEYS, SMALL, PoolNode, connected
 
 REF = PeerRef("d", 1 << 60, "tcp://127.0.0.1:7001")
 INFO = NodeInfo(node_id="p", epoch=1 << 63, role="prefill", layout=SMALL, transports={"tcp": b"\x92\xa1h\x01"})
@@ -173,7 +173,7 @@ def test_a_kv_link_outlives_what_a_node_may_send(make_node, count: int) -> None:
     for number in range(count):
         grant = sink.grant(source.info, [0], request_id=f"r{number}")
         write = WriteFrame(grant.grant_id, (0,), 0, 3, (8,))
-        with link_transport.dial(("127.0.0.1", port), me, there, KEYS.derive("tcp"), 3.0) as sock:
+        with link_transport.dial(("127.0.0.1", port), me, there, KEYS.derive("tcp"), PATIENCE_S) as sock:
             try:
                 sock.sendall(framed(fuzz.any_of((write, FlushFrame(1, grant.grant_id)))) + fuzz.noise())
             except OSError:
@@ -209,7 +209,7 @@ def test_a_peers_export_costs_at_most_its_channel(make_node, transport: str, cou
                 source.connect(info).close()
         except TandemError:
             pass
-    source.connect(sink.info)
+    connected(source, sink.info)
 
 
 def _names_loopback(export: bytes) -> bool:

@@ -173,7 +173,7 @@ async def test_work_that_fails_or_ends_is_started_again(monkeypatch):
             await asyncio.sleep(60)
 
     task = lasting_task(work, "work")
-    await asyncio.wait_for(done.wait(), 10)
+    await asyncio.wait_for(done.wait(), PATIENCE_S)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from waiting import PATIENCE_S
 
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
@@ -23,7 +24,7 @@ SIZE = 8
 def sink():
     side = Side(PoolNode("d", "local", seed=2))
     yield side
-    assert side.transfer.stop(5.0)
+    assert side.transfer.stop(PATIENCE_S)
     side.node.close()
 
 

@@ -21,7 +21,7 @@ from tandem.kv_connector.transports.links.nixl_agent import nixl_problem
 from tandem.kv_connector.transports.links.ucx import ucx_problem
 from tandem.kv_connector.transports.mapped.processes import ProcessRef, host_id, process_watcher
 from tests.fakes.kv_peer import KVPeer
-from tests.fakes.kv_pools import MEGABYTE_BLOCKS, PoolNode, grant_of, needs
+from tests.fakes.kv_pools import MEGABYTE_BLOCKS, PoolNode, connected, grant_of, needs
 
 UCX = pytest.param("ucx", marks=[needs("ucx"), pytest.mark.slow])  # two more processes that import torch
 TRANSPORTS = ["shm", pytest.param("nixl", marks=needs("nixl")), UCX, "tcp"]
@@ -159,7 +159,7 @@ def test_a_dead_sinks_memory_is_unmapped(peers, make_node):
 def test_a_stopped_sink_is_an_error_within_the_timeout(peers, make_node, transport):
     peer = peers[transport][1]
     source = make_node("p", transport, timeout_s=0.5, layout=MEGABYTE_BLOCKS)
-    channel = source.connect(peer.info)
+    channel = connected(source, peer.info)
     grant = sink_grant(peer, source, range(16))
     everything = [(block, block) for block in range(16)]
     peer.signal(signal.SIGSTOP)

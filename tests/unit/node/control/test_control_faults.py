@@ -33,7 +33,7 @@ from tandem.node.control.outgoing import Outgoing
 from tandem.node.control.plane import ControlPlane
 from tandem.node.control.sockets import ControlSockets
 
-QUICK = Timeouts(heartbeat_s=0.04, peer_lost_s=5.0, connect_s=5.0)
+QUICK = Timeouts(heartbeat_s=0.04, peer_lost_s=PATIENCE_S, connect_s=PATIENCE_S)
 PLAIN = ClusterKeys(b"loopback only", curve=False)
 
 
@@ -104,7 +104,7 @@ def dealer() -> Iterator[Callable[..., zmq.Socket]]:
 
 def ask(socket: zmq.Socket, message: Message) -> Message:
     socket.send(codec.encode(message))
-    assert socket.poll(5000), "no answer"
+    assert socket.poll(int(PATIENCE_S * 1000)), "no answer"
     return codec.decode_from_node(socket.recv())
 
 

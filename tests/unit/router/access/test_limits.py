@@ -26,6 +26,12 @@ from tandem.router.process.worker import Sources
 DOCS = Path(__file__).resolve().parents[4] / "docs"
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Redis that is late counts as one that is away."""
+    monkeypatch.setattr("tandem.router.access.shared_limits.IO_TIMEOUT_S", PATIENCE_S)
+
+
 @pytest.fixture(scope="module")
 def redis() -> Iterator[RedisProcess]:
     with running_redis() as server:

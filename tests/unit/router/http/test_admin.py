@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from router_in_thread import FAST, VOCAB_SIZE, RouterInThread
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from stand_in_node import StandInNode, stand_in_nodes
 from tandem.deploy.cli import main
@@ -93,7 +93,7 @@ def test_a_node_that_drains_gets_nothing_until_that_is_undone(
     router: RouterInThread, nodes: list[StandInNode], capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--url", router.url, "--api-key", "sk-admin"]
-    assert main(["drain", "n0", "--wait-s", "1", *flags]) == 0
+    assert main(["drain", "n0", "--wait-s", str(PATIENCE_S), *flags]) == 0
     assert capsys.readouterr().out.startswith("n0 (unified) is draining; ")
     before = len(nodes[0].submits)
     for _ in range(4):
@@ -119,8 +119,14 @@ def test_a_node_that_does_not_drain_is_named(
 
 
 def test_each_process_tells_of_the_requests_of_all(
-    workers: list[RouterInThread], router: RouterInThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workers: list[RouterInThread],
+    router: RouterInThread,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for limit in ("exchange.ANSWER_S", "desk.STORY_S"):  # nobody is left out for being slow
+        monkeypatch.setattr(f"tandem.router.watching.{limit}", PATIENCE_S)
     for index, worker in enumerate(workers):
         headers = {"X-Request-Id": f"mine-{index}", "X-TTFT-Target-Ms": "60000"}
         body = {"prompt": ["some words", "others"], "max_tokens": 3, "request_id": f"own-{index}", "ignore_eos": True}

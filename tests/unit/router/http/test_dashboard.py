@@ -39,6 +39,7 @@ def events_of(answer: httpx.Response) -> Iterator[tuple[str, Any]]:
 def fast_ticks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tandem.router.watching.feed.TICK_S", 0.2)
+        patch.setattr("tandem.router.watching.exchange.ANSWER_S", PATIENCE_S)  # nobody is left out for being slow
         yield
 
 
@@ -150,6 +151,7 @@ def test_a_key_that_is_taken_away_sees_no_more(router: RouterInThread, keys: Pat
 
 def test_who_does_not_read_is_let_go_of(router: RouterInThread) -> None:
     feed = router.worker.feed
+    wait_until(lambda: not feed.viewers, "the end of who looked before")
     with router.client.stream("GET", "/admin/feed", headers=ADMIN) as answer:
         events = events_of(answer)
         next(events)

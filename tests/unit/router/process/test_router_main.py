@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from router_in_thread import VOCAB_SIZE
-from waiting import PATIENCE_S, wait_until
+from waiting import PATIENCE_S, wait_until, wait_until_gone
 
 from stand_in_node import StandInNode
 from tandem.engine.contracts.wire.parts import Message
@@ -107,7 +107,7 @@ def test_clients_that_only_connect_leave_descriptors_for_a_node_that_restarts(fo
     other = StandInNode(vocab_size=VOCAB_SIZE).start()
     with RouterProcess(folder, descriptors=128, nodes=[node.address, other.address], workers=1) as router:
         url = router.url()
-        with httpx.Client(base_url=url) as client:
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
             wait_until(lambda: client.get("/ready").status_code == 200, "the router to be ready")
             place = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
             idle = [socket.create_connection(place) for _ in range(228)]
@@ -168,12 +168,13 @@ def test_two_workers_share_the_port_and_are_replaced(
 
         assert all(completes() for _ in range(8))
         total = 'tandem_router_prompts_ended_total{outcome="finished"}'
-        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        lines = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text.splitlines()
         counted = float(next(line for line in lines if line.startswith(total)).split()[1])
         assert counted >= 8, "figures are the sum over the workers"
 
         def figure(name: str) -> float:
-            return next(iter(re.findall(rf"^tandem_router_{name} (.+)$", httpx.get(f"{url}/metrics").text, re.M)), "")
+            text = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+            return next(iter(re.findall(rf"^tandem_router_{name} (.+)$", text, re.M)), "")
 
         said, send = Counter[bytes](), node._send
 
@@ -235,7 +236,8 @@ def test_the_next_router_removes_what_a_killed_one_left(
         killed.said()
         (abandoned,) = [path for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink()]
         workers = workers_of(killed.process.pid)
-    wait_until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), "its workers to end")
+    for worker in workers:
+        wait_until_gone(worker)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     used, lock = shared_folder._make()  # as by another router, of this process
     with RouterProcess(folder, workers=2) as following:

@@ -39,7 +39,7 @@ def test_another_node_continues_the_stream_of_one_that_died(folder: Path, nodes:
 
 @pytest.mark.parametrize("dies", ["prefill", "decode"])
 def test_the_death_of_either_half_is_survived(folder: Path, nodes: Nodes, dies: str) -> None:
-    decode = [nodes.start("decode", step_s=0.005, node_id=f"d{i}") for i in range(2)]
+    decode = [nodes.start("decode", hold_after_tokens=6, node_id=f"d{i}") for i in range(2)]
     prefill = [nodes.start("prefill", node_id=f"p{i}", hold_tokens=dies == "prefill") for i in range(2)]
     with RouterInThread(folder, addresses(*decode, *prefill), local_tail_tokens=64) as router:
         router.wait_ready()
@@ -52,8 +52,8 @@ def test_the_death_of_either_half_is_survived(folder: Path, nodes: Nodes, dies: 
             if dies == "decode":
                 wait_until(lambda: victim.num_tokens > 5, "some tokens")
             victim.die()
-            for node in prefill:
-                node.hold_tokens = False
+            for node in (*decode, *prefill):
+                node.go_on()
             ids, error = result.result(PATIENCE_S)
         assert (ids, error) == (output(40, LONG), None)
         router.wait_idle()
@@ -81,7 +81,9 @@ def test_samples_of_a_lost_node_continue_one_by_one(folder: Path, nodes: Nodes) 
 
 def test_silence_counts_as_loss_and_the_node_may_come_back(folder: Path, nodes: Nodes) -> None:
     first, second = nodes.start(step_s=0.01), nodes.start(draining=True)
-    with RouterInThread(folder, addresses(first, second), timeouts=replace(FAST, peer_lost_s=0.5)) as router:
+    with RouterInThread(
+        folder, addresses(first, second), timeouts=replace(FAST, heartbeat_s=0.05, peer_lost_s=0.5)
+    ) as router:
         router.wait_ready()
         with ThreadPoolExecutor(1) as pool:
             result = pool.submit(stream_events, router.client, max_tokens=30)
@@ -133,7 +135,7 @@ def test_a_broken_connection_to_a_living_node(folder: Path, nodes: Nodes) -> Non
 
 def test_a_connection_on_which_nobody_answers_is_made_again(folder: Path, nodes: Nodes) -> None:
     wire = Wire(nodes.start().port, num_mute=2)
-    with RouterInThread(folder, (wire.address,), timeouts=replace(FAST, peer_lost_s=0.5)) as router:
+    with RouterInThread(folder, (wire.address,), timeouts=replace(FAST, heartbeat_s=0.05, peer_lost_s=0.5)) as router:
         router.wait_ready()
         assert stream_events(router.client, max_tokens=5) == (output(5), None)
     wire.close()

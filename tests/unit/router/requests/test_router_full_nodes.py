@@ -49,7 +49,7 @@ def test_it_does_not_wait_for_ever(folder: Path, nodes: Nodes) -> None:
         status, error, headers = status_of(router)
         assert (status, error["type"], headers["retry-after"]) == (429, "rate_limit_error", "1")
         assert time.monotonic() - start >= timeouts.connect_s
-        assert 1 < ALWAYS - len(node.failures) < 20, "asked again, and not all the time"
+        assert ALWAYS - len(node.failures) < 20, "not asked all the time"
         router.wait_idle()
 
 

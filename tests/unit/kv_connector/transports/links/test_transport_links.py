@@ -92,7 +92,7 @@ def test_tcp_goes_to_the_advertised_host_on_the_port_of_the_export(make_pair):
     port = msgspec.msgpack.decode(sink.info.transports["tcp"], type=LinkExport).port
     info = msgspec.structs.replace(sink.info, control_address="tcp://127.0.0.2:5555")
     with socket.create_server(("127.0.0.2", port)) as relay:
-        relay.settimeout(10)
+        relay.settimeout(PATIENCE_S)
         thread = threading.Thread(target=lambda: relay.accept()[0].close())
         thread.start()
         with pytest.raises(PeerLostError):
