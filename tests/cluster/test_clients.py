@@ -21,7 +21,6 @@ from router_in_thread import RouterInThread
 from scripted_model import SCRIPTS, make_scripted_model
 
 from in_process_cluster import Node, node_options
-from tandem.engine.contracts.config import Timeouts
 
 pytestmark = pytest.mark.slow
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or it looks for a newer one on the Internet
@@ -46,9 +45,7 @@ class Person(pydantic.BaseModel):
 def split(folder: Path) -> Iterator[RouterInThread]:
     nodes = [Node(node_options(role, folder)) for role in ("prefill", "decode")]
     addresses = tuple(node.info.control_address for node in nodes)
-    with RouterInThread(
-        folder, addresses, timeouts=Timeouts(), local_tail_tokens=0, enable_tokenizer_info_endpoint=True
-    ) as router:
+    with RouterInThread(folder, addresses, local_tail_tokens=0, enable_tokenizer_info_endpoint=True) as router:
         yield router.wait_ready()
     for node in nodes:
         node.stop()

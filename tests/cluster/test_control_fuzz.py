@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zmq
 from split_pair import GREEDY, Alone, Pair, make_pair
+from waiting import wait_until
 from wire_fuzz import WireFuzz
 
 from in_process_cluster import BLOCK, FAST, Node, Result
@@ -234,6 +235,7 @@ def campaign(pair: Pair, alone: Alone, seed: int, num_messages: int) -> None:
             result = served(pair)
             assert result.failed is None, (batch, result.failed)
             assert result.output() == expected, batch
+        wait_until(lambda: (senders[1].listen(), senders[1].num_grants)[1], "a message that gets as far as a hand-off")
     finally:
         for sender in senders:
             sender.reborn()  # the life before, and what nodes hold for it, is over
@@ -242,7 +244,6 @@ def campaign(pair: Pair, alone: Alone, seed: int, num_messages: int) -> None:
     for node in (pair.decode, pair.prefill):  # who was greeted under a mutated name is lost when it was silent for long
         pool, logic = node.process.pool, node.process.logic
         pair.until(lambda pool=pool, logic=logic: pool.num_free == pool.num_blocks and logic.is_empty)
-    assert senders[1].num_grants, "no message got as far as a hand-off"
     for node in (pair.decode, pair.prefill):
         node.process.logic.check_integrity()
         assert node.process.control.counters.failures == 0, "something of ours failed with a message"

@@ -41,11 +41,14 @@ def node_on(folder: Path, model: str = "llama", **changes: object) -> Iterator[A
 
 
 def until_on_disk(asker: Asker) -> None:
-    pool, manager = asker.nodes[0].process.pool, asker.nodes[0].process.tiers.manager
-    wait_until(
-        lambda: pool.cached_hashes() and all(manager.is_on_disk(each) for each in pool.cached_hashes()),
-        "an idle node to write to disk",
-    )
+    (node,) = asker.nodes
+    manager = node.process.tiers.manager
+
+    def is_written() -> bool:
+        cached = node.cached_hashes()
+        return bool(cached) and all(map(manager.is_on_disk, cached))
+
+    wait_until(is_written, "an idle node to write to disk")
 
 
 def until_idle(node: Node) -> None:

@@ -16,14 +16,14 @@ import subprocess
 import sys
 from ast import PyCF_ALLOW_TOP_LEVEL_AWAIT
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 from documented import DEMO, Block, blocks, programs, why_not_run
 from tiny_adapters import tiny_adapter
-from waiting import PATIENCE_S, wait_until, wait_until_gone
+from waiting import PATIENCE_S, is_gone, wait_until, wait_until_gone
 
 from real_cluster import RealCluster
 from redis_process import running_redis
@@ -111,7 +111,8 @@ class Stage:
     def clear(self) -> None:
         """What a test that failed left behind ends at once."""
         for pid in self.pids():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for process in self._started:
             process.kill()
             process.wait()
@@ -148,12 +149,13 @@ class Stage:
         """`tandem` processes of this stage that run."""
         file = self.folder / "pids"
         pids = [int(line) for line in file.read_text().split()] if file.exists() else []
-        return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+        return [pid for pid in pids if not is_gone(pid)]
 
     def stop(self) -> None:
         """The newest first: a router drains before its nodes."""
         for pid in reversed(self.pids()):
-            os.kill(pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
             wait_until_gone(pid)
 
 

@@ -16,7 +16,6 @@ from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.contracts.model_folder import resolve_model, served_name
 
 MAIN, OLD = "a" * 40, "b" * 40
-START_S = 100
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 # README says: "a Hugging Face folder, or a hub name"
 def test_serve_takes_a_hub_name_and_a_revision(cache: Path) -> None:
-    with RealCluster(Path("acme/tiny"), "--revision", "old", start_s=START_S) as served:
+    with RealCluster(Path("acme/tiny"), "--revision", "old") as served:
         assert [model["id"] for model in served.client.get("/v1/models").json()["data"]] == ["tiny"]
         assert served.client.post("/v1/completions", json={"model": "tiny", "prompt": "def"}).status_code == 200
         wait_until(lambda: "serving tiny on" in served.log(), "the launcher's word")

@@ -21,7 +21,6 @@ from router_in_thread import RouterInThread
 
 import tandem.deploy
 from in_process_cluster import Node, node_options
-from tandem.engine.contracts.config import Timeouts
 
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
 NUM_STREAMS = 8
@@ -152,7 +151,7 @@ TREE = {"type": "object", "properties": {"value": {"type": "integer"}, "left": {
 def router() -> Iterator[RouterInThread]:
     nodes = [Node(node_options(role, DEMO, num_blocks=1024)) for role in ("prefill", "decode")]
     addresses = tuple(node.info.control_address for node in nodes)
-    with RouterInThread(DEMO, addresses, timeouts=Timeouts(), local_tail_tokens=0) as router:
+    with RouterInThread(DEMO, addresses, local_tail_tokens=0) as router:
         yield router.wait_ready()
     for node in nodes:
         node.stop()

@@ -40,8 +40,10 @@ def test_one_of_two_nodes_keeps_what_both_have_and_its_end_costs_no_answer(
         try:
             for name in (first, last):
                 askers[name].ask(wanted[0])
-            pool, kept = nodes[first].process.pool, nodes[first].process.spare.kept
-            wait_until(lambda: any(each in kept for each in pool.cached_hashes()), "news of what the other keeps")
+            kept = nodes[first].process.spare.kept
+            wait_until(
+                lambda: any(each in kept for each in nodes[first].cached_hashes()), "news of what the other keeps"
+            )
             wait_until(lambda: left(first, "tier_blocks_given_up") > 0, "its pool to give up some of it first")
             askers[first].ask(wanted[1])  # takes the place of the first
             if has_host_tier:

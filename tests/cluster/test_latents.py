@@ -37,10 +37,11 @@ def test_requests_that_give_way_and_prompts_that_were_evicted_go_on() -> None:
     node = always_loading(Node(node_options("unified", folder, num_blocks=20, host_tier_bytes=4 << 20)))
     with client_of([node]) as client:
         for turn in range(2):
-            results = [
-                client.submit(f"{turn}-{index}", prompt, SAMPLING, decode=node.info)
-                for index, prompt in enumerate(prompts)
-            ]
+            with node.holding_until_accepted(client):
+                results = [
+                    client.submit(f"{turn}-{index}", prompt, SAMPLING, decode=node.info)
+                    for index, prompt in enumerate(prompts)
+                ]
             client.wait()
             until_saved(node)
             for prompt, result in zip(prompts, results, strict=True):

@@ -63,10 +63,11 @@ def test_prompts_with_pictures_move_and_give_way() -> None:
         check_media_greedy(folder, prompt, joined(result, moved), long.max_tokens)
         nodes.check_whole()
         two = [media_prompt("qwen2_5_vl", BEFORE, seed, AFTER) for seed in (2, 3)]
-        results = [
-            nodes.client.submit(f"stays-{i}", each.token_ids, long, decode=nodes.first.info, media=each.media)
-            for i, each in enumerate(two)
-        ]
+        with nodes.first.holding_until_accepted(nodes.client):
+            results = [
+                nodes.client.submit(f"stays-{i}", each.token_ids, long, decode=nodes.first.info, media=each.media)
+                for i, each in enumerate(two)
+            ]
         nodes.client.wait(*results)
         for each, stayed in zip(two, results, strict=True):
             assert stayed.failed is None, stayed.failed

@@ -22,11 +22,11 @@ from PIL import Image
 from router_in_thread import RouterInThread
 from tiny_hf_models import TOWERS, tiny_hf_model
 from tiny_media import PLACEHOLDER, MediaPrompt, check_media_greedy
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, wait_until
 
 from in_process_cluster import Node, node_options
 from tandem import LLM, SamplingParams, errors
-from tandem.engine.contracts.config import MediaOptions, Timeouts
+from tandem.engine.contracts.config import MediaOptions
 from tandem.engine.contracts.wire.media import MediaItem
 from tiny_models import tiny_model
 
@@ -74,7 +74,7 @@ class Served:
         roles = ("prefill", "decode", "unified")
         self.nodes = [Node(node_options(role, self.folder, num_blocks=64, chunk=32)) for role in roles]
         addresses = [node.info.control_address for node in self.nodes]
-        make = partial(RouterInThread, self.folder, timeouts=Timeouts(), local_tail_tokens=0, **options)
+        make = partial(RouterInThread, self.folder, local_tail_tokens=0, **options)
         self.split, self.alone = make(nodes=tuple(addresses[:2])), make(nodes=(addresses[2],))
 
     def __enter__(self) -> Served:
@@ -293,7 +293,7 @@ def test_smallest_images_too_many_and_placeholders_in_text(llava: Served) -> Non
     cut = llava.chat(llava.split, asked("a", one), truncate_prompt_tokens=5)
     assert (cut.status_code, cut.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
     for node in llava.nodes:
-        assert node.process.logic.is_empty
+        wait_until(lambda node=node: node.process.logic.is_empty, "its end at each node")  # type: ignore[misc]
 
 
 def test_a_model_of_text_alone_says_so() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from node_child import NodeChild
 from router_in_thread import RouterInThread
 from stream_client import Stream
-from waiting import PATIENCE_S, wait_until
+from waiting import PATIENCE_S, wait_until, wait_until_gone
 
 from in_process_cluster import FAST, Node, node_options
 from tiny_models import check_greedy, random_prompt, tiny_model
@@ -72,14 +74,32 @@ def counter(node: Node, name: str) -> float:
     return node.process.logic.counters()[f"migrations_{name}"]
 
 
+def hold_pushes(node: Node) -> threading.Event:
+    """Nothing that this node pushes is written before the event is set."""
+    pusher, may_push = node.process.transfer._pusher, threading.Event()
+    push = pusher.push
+
+    def held(*arguments: Any) -> None:
+        may_push.wait(PATIENCE_S)
+        push(*arguments)
+
+    pusher.push = held
+    return may_push
+
+
 def test_the_target_dies_while_it_is_written() -> None:
     child = NodeChild(("decode",), "shm", "")
-    with node("decode", fault_injection="delay:1.0") as source, world_of(source.info.control_address) as world:
+    with node("decode") as source, world_of(source.info.control_address) as world:
+        source.hold_after(20)
+        may_push = hold_pushes(source)
         stream = world.stream()
         world.add(child.addresses[0])
         source.process.loop.begin_drain()
         wait_until(lambda: counter(source, "started") > 0, "the beginning")
         child.process.kill()
+        wait_until_gone(child.process.pid)
+        may_push.set()
+        source.go_on()
         world.check_end(stream)
         child.stop()
         assert counter(source, "failed") >= 1
@@ -88,7 +108,7 @@ def test_the_target_dies_while_it_is_written() -> None:
 
 
 def test_the_source_dies_while_it_writes() -> None:
-    child = NodeChild(("decode",), "shm", "die:1")
+    child = NodeChild(("decode",), "shm", "die:1", hold_after=20)
     with node("decode") as target, world_of(child.addresses[0]) as world:
         stream = world.stream()
         world.add(target.info.control_address)
@@ -102,15 +122,19 @@ def test_the_source_dies_while_it_writes() -> None:
 
 def test_the_client_leaves_meanwhile() -> None:
     with ExitStack() as stack:
-        source = stack.enter_context(node("decode", fault_injection="delay:1.0"))
+        source = stack.enter_context(node("decode"))
         target = stack.enter_context(node("decode"))
         world = stack.enter_context(world_of(source.info.control_address))
+        may_push = hold_pushes(source)
         stream = world.stream()
+        source.hold_after(0)
         world.add(target.info.control_address)
         source.process.loop.begin_drain()
         wait_until(lambda: counter(source, "started") > 0, "the beginning")
+        source.go_on()  # the stream's next token is when its client leaves
         stream.leave()
         world.router.wait_idle()
+        may_push.set()
         for each in (source, target, world.prefill):
             each.wait_until_whole()
         assert counter(source, "finished") == 0
@@ -123,10 +147,13 @@ def test_a_full_target_leaves_it_where_it_is() -> None:
         node("decode", num_blocks=128) as target,
         world_of(source.info.control_address) as world,
     ):
+        source.hold_after(20)
         stream = world.stream()
         target.process.logic.handoffs.sink.line._headroom = 113
         world.add(target.info.control_address)
         source.process.loop.begin_drain()
+        wait_until(lambda: counter(source, "started") > 0, "the beginning")
+        source.go_on()
         world.check_end(stream)
         assert counter(source, "failed") >= 1
         assert counter(source, "finished") == 0
@@ -141,7 +168,10 @@ def test_a_fuller_node_gives_sequences_away() -> None:
         world_of(source.info.control_address, rebalance_kv=0.2) as world,
     ):
         streams = [world.stream(prompt) for prompt in prompts]
+        source.hold_after(0)
         world.add(target.info.control_address)
+        wait_until(lambda: counter(source, "finished") > 0, "the first to move")
+        source.go_on()
         for stream in streams:
             stream.wait()
         for stream, prompt in zip(streams, prompts, strict=True):

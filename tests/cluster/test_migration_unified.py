@@ -42,6 +42,7 @@ def test_streams_go_on_where_it_hands_them(role: str, alone: Alone) -> None:
             pair = Stream(router.url, model, prompts[1], LENGTH, n=2, **DRAWN)
             for stream, num_samples in ((greedy, 1), (pair, 2)):
                 stream.wait_for(10, num_samples)
+            first.hold_after(0)  # they are under way when the second node is there
             router.call(lambda: cluster.add(nodes[1].info.control_address))
             wait_until(lambda: len(cluster.views) == 2, "the second node")
             first.process.loop.begin_drain()

@@ -4,6 +4,7 @@ wherever KV came from."""
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,8 +65,9 @@ def test_a_head_of_random_weights_changes_no_output(
     for config in ("", guessing()):
         nodes, where = of_roles(roles, checkpoint.served, speculative_config=config, **options)
         with client_of(nodes) as client:
-            greedy = [client.submit(f"g{index}", prompt, GREEDY, **where) for index, prompt in enumerate(prompts)]
-            sampled = client.submit("drawn", prompts[0], drawn, **where)
+            with nodes[0].holding_until_accepted(client) if "num_blocks" in options else nullcontext():
+                greedy = [client.submit(f"g{index}", prompt, GREEDY, **where) for index, prompt in enumerate(prompts)]
+                sampled = client.submit("drawn", prompts[0], drawn, **where)
             client.wait()
             assert [each.failed for each in (*greedy, sampled)] == [None] * 5
             for prompt, result in zip(prompts, greedy, strict=True):

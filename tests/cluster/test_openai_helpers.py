@@ -17,7 +17,6 @@ from scripted_model import SCRIPTS, make_scripted_model
 from waiting import PATIENCE_S
 
 from in_process_cluster import Node, node_options
-from tandem.engine.contracts.config import Timeouts
 
 ASKED: list[Any] = [{"role": "user", "content": "Who?"}]
 
@@ -35,7 +34,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterInThread]
     folder, _ = make_scripted_model(tmp_path_factory.mktemp("models") / "scripted")
     nodes = [Node(node_options(role, folder)) for role in ("prefill", "decode")]
     addresses = tuple(node.info.control_address for node in nodes)
-    with RouterInThread(folder, addresses, timeouts=Timeouts(), local_tail_tokens=0) as router:
+    with RouterInThread(folder, addresses, local_tail_tokens=0) as router:
         yield router.wait_ready()
     for node in nodes:
         node.stop()

@@ -6,6 +6,7 @@ A pairwise cover of model × way × caching × chunk × pool: every pair of valu
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -78,10 +79,11 @@ def test_greedy_equals_transformers(model: str, way: str, chunk: int, caching: b
     with client_of(nodes) as client:
         for turn, num_tokens in enumerate((NUM_TOKENS, NUM_AGAIN) if caching else (NUM_TOKENS,)):
             sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-            results = {
-                length: client.submit(f"{turn}-{length}", prompt, sampling, decode=nodes[0].info, prefill=prefill)
-                for length, (prompt, _) in references(model).items()
-            }
+            with nodes[0].holding_until_accepted(client) if way == "single" else nullcontext():
+                results = {
+                    length: client.submit(f"{turn}-{length}", prompt, sampling, decode=nodes[0].info, prefill=prefill)
+                    for length, (prompt, _) in references(model).items()
+                }
             client.wait()
             for length, (_, greedy) in references(model).items():
                 assert results[length].failed is None, results[length].failed

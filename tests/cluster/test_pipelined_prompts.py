@@ -75,7 +75,7 @@ def test_three_nodes_beside_streams() -> None:
     """In two rounds, with a stream on each of them, which goes on: each step has one row more."""
     prompt = random_prompt(7 * CHUNK - 1, seed=6)
     with make_nodes("unified", "unified", "unified", transport="shm", chunk=CHUNK) as nodes:
-        nodes.sampling = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+        nodes.sampling = SamplingParams(max_tokens=2000, temperature=0.0, ignore_eos=True)
         streams = [nodes.submit(random_prompt(BLOCK, seed=7 + node), on=node) for node in range(3)]
         nodes.until(lambda: all(stream.tokens for stream in streams))
         nodes.sampling = LOGPROBS

@@ -20,7 +20,6 @@ from transformers import AutoModel, AutoModelForSequenceClassification, PreTrain
 
 from in_process_cluster import node_options
 from tandem import LLM, errors
-from tandem.engine.contracts.config import Timeouts
 from tandem.engine.pooling.config import read_pooling_config
 from tandem.node.pooling.process import PoolingProcess
 
@@ -40,7 +39,7 @@ def serve(folder: Path, roles: tuple[str, ...]) -> Iterator[RouterInThread]:
         process.start()
         thread.start()
     addresses = tuple(process.info.control_address for process in processes)
-    with RouterInThread(folder, addresses, timeouts=Timeouts()) as router:
+    with RouterInThread(folder, addresses) as router:
         yield router.wait_ready()
         router.wait_idle()
     for process, thread in zip(processes, threads, strict=True):

@@ -12,7 +12,6 @@ from router_in_thread import RouterInThread
 from waiting import wait_until
 
 from in_process_cluster import Node, node_options
-from tandem.engine.contracts.config import Timeouts
 from tandem.node.profiling import profiler
 from tandem.router.metrics.nodes import read_nodes
 from tiny_models import check_greedy, random_prompt, tiny_model
@@ -27,7 +26,7 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture(scope="module")
 def router(node: Node) -> Iterator[RouterInThread]:
-    with RouterInThread(tiny_model("llama"), (node.info.control_address,), timeouts=Timeouts()) as router:
+    with RouterInThread(tiny_model("llama"), (node.info.control_address,)) as router:
         yield router.wait_ready()
 
 

@@ -26,6 +26,7 @@ def test_the_second_prefill_node_pulls_what_the_first_computed() -> None:
     first, second = ([*PREFIX, *random_prompt(3 * BLOCK + 5, seed=seed)] for seed in (1, 2))
     nodes = ("--prefill", "2", "--decode", "1", "--placement", "round_robin", "--pull-s", "20")
     with RealCluster(tiny_model("llama"), *nodes) as cluster:
+        cluster.wait_until_ready(3)
         check_greedy(tiny_model("llama"), first, cluster.tokens(first, 6)[0], 6)
 
         def holders() -> list[str]:

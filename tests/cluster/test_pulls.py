@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 import signal
 from collections import Counter
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import pytest
 from node_child import NodeChild
-from pull_nodes import PATIENT, WAYS, greet, make_nodes
+from pull_nodes import WAYS, greet, make_nodes
 from tier_nodes import always_loading, until_saved
 
-from in_process_cluster import BLOCK, Client
+from in_process_cluster import BLOCK, FAST, Client
 from tandem.engine.contracts.wire.requests import FlushBlocks
 from tandem.node import report
 from tiny_models import random_prompt
@@ -68,9 +69,10 @@ def test_a_prefix_comes_from_the_holders_disk(tmp_path: Path) -> None:
     disk = {"disk_tier_bytes": 4 << 20, "disk_tier_dir": str(tmp_path)}
     with make_nodes("unified", **disk) as nodes:
         nodes.ask(PROMPT, on=0)
-        pool, tiers = nodes.nodes[0].process.pool, nodes.nodes[0].process.tiers
-        assert tiers is not None
-        nodes.until(lambda: all(tiers.manager.is_on_disk(each) for each in pool.cached_hashes()))
+        (node,) = nodes.nodes
+        assert node.process.tiers is not None
+        manager = node.process.tiers.manager
+        nodes.until(lambda: all(map(manager.is_on_disk, node.cached_hashes())))
     with make_nodes("unified", "unified", transport="shm", changes={0: disk}) as nodes:
         always_loading(nodes.nodes[0])
         nodes.ask(PROMPT, on=1, holder=0)
@@ -117,7 +119,7 @@ def test_wrong_bytes_are_sent_again_or_computed(way: str, fault: str, completes:
 
 @pytest.mark.parametrize("way", ["shm", "tcp"])
 def test_a_holder_that_is_too_slow_is_not_waited_for(way: str) -> None:
-    hasty = PATIENT.__class__(**{**vars(PATIENT), "pull_s": 0.2})
+    hasty = replace(FAST, pull_s=0.2)
     changes = {0: {"fault_injection": "delay:1.0"}, 1: {"timeouts": hasty}}
     with make_nodes("unified", "unified", transport=way, changes=changes) as nodes:
         nodes.ask(PROMPT, on=0)
@@ -188,7 +190,20 @@ def test_tiny_pools_that_evict_all_the_time(
     with make_nodes("decode", "prefill", "unified", changes=changes, **common) as nodes:
         managers = [always_loading(node).process.tiers.manager for node in nodes.nodes]  # type: ignore[union-attr]
         last = [0] * len(stems)  # who computed a stem in the round before
-        for _ in range(num_rounds):
+
+        def missing() -> list[str]:
+            """What has not come to happen; which it is that does is the machine's to say."""
+            found = Counter[str]()
+            for index, manager in enumerate(managers):
+                found.update({name: count for name, count in manager.counts().items() if count})
+                found["pulls"] += int(nodes.count(index, "pull_completed"))
+            found["tickets"] = int(nodes.count(0, "sink_ticket_loads"))
+            asked = ("tier_host_hit_tokens", "tier_disk_hit_tokens", "tier_host_evictions", "pulls")
+            return [name for name in (*asked, "tickets") if not found[name] and (name != "tickets" or way == "tcp")]
+
+        for turn in range(10 * num_rounds):
+            if turn >= num_rounds and not missing():
+                break
             wanted, latest = [], list(last)
             for _ in range(3):
                 stem = rng.randrange(len(stems))
@@ -203,14 +218,7 @@ def test_tiny_pools_that_evict_all_the_time(
             last = latest
             for prompt, result in wanted:
                 nodes.check(result, prompt)
-        found = Counter[str]()
-        for index, manager in enumerate(managers):
-            found.update({name: count for name, count in manager.counts().items() if count})
-            found["pulls"] += int(nodes.count(index, "pull_completed"))
-        found["tickets"] = int(nodes.count(0, "sink_ticket_loads"))
-        asked = ("tier_host_hit_tokens", "tier_disk_hit_tokens", "tier_host_evictions", "pulls")
-        for name in (*asked, "tickets") if way == "tcp" else asked:
-            assert found[name] >= 1, f"no {name}: {found}"
+        assert not missing()
 
 
 def test_two_nodes_pull_from_each_other_at_once() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from waiting import wait_until
+from waiting import is_gone, wait_until
 
 from tandem import (
     LLM,
@@ -119,7 +119,7 @@ def test_a_program_that_is_killed_takes_its_server_along(tmp_path: Path) -> None
         assert len(family) >= 3
         program.kill()
         program.wait()
-    wait_until(lambda: not any(each.is_running() and each.status() != "zombie" for each in family), "the server's end")
+    wait_until(lambda: all(is_gone(each.pid) for each in family), "the server's end")
 
 
 def test_nobody_answers() -> None:

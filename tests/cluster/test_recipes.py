@@ -12,7 +12,6 @@ from router_in_thread import RouterInThread
 from scripted_model import SCRIPTS, make_scripted_model
 
 from in_process_cluster import Node, node_options
-from tandem.engine.contracts.config import Timeouts
 
 pytestmark = pytest.mark.slow
 # Calls tools until it has their results. The mark in front tells how the model writes calls; it has no reasoning.
@@ -25,7 +24,7 @@ TEMPLATE = (
 def serve(folder: Path, **options: Any) -> Iterator[RouterInThread]:
     nodes = [Node(node_options(role, folder)) for role in ("prefill", "decode")]
     addresses = tuple(node.info.control_address for node in nodes)
-    with RouterInThread(folder, addresses, timeouts=Timeouts(), **options) as router:
+    with RouterInThread(folder, addresses, **options) as router:
         yield router.wait_ready()
     for node in nodes:
         node.stop()

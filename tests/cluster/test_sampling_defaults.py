@@ -13,7 +13,6 @@ from waiting import PATIENCE_S
 
 from in_process_cluster import Node, node_options
 from tandem.deploy.options import DEMO_MODEL
-from tandem.engine.contracts.config import Timeouts
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
 from tandem.engine.contracts.generation_config import SamplingDefaults, sampling_defaults
 
@@ -39,7 +38,7 @@ def addresses(request: pytest.FixtureRequest) -> Iterator[tuple[str, ...]]:
 
 def three_texts(folder: Path, addresses: tuple[str, ...], choice: str = "auto", **fields: object) -> list[str]:
     """Of requests that have no seed."""
-    options = {"generation_config": choice, "timeouts": Timeouts(), "local_tail_tokens": 0}
+    options = {"generation_config": choice, "local_tail_tokens": 0}
     with RouterInThread(folder, addresses, **options) as router:
         router.wait_ready()
         body = {"prompt": PROMPT, **fields}
@@ -59,14 +58,14 @@ def test_what_a_request_leaves_open_is_as_the_model_says(addresses: tuple[str, .
 
 
 def test_openais_defaults_hold_where_the_model_says_nothing(addresses: tuple[str, ...]) -> None:
-    with RouterInThread(DEMO_MODEL, addresses, timeouts=Timeouts()) as router:
+    with RouterInThread(DEMO_MODEL, addresses) as router:
         answer = router.wait_ready().client.post("/v1/completions", json={"prompt": PROMPT, "ignore_eos": True})
     assert answer.json()["usage"]["completion_tokens"] == 16
 
 
 def test_a_default_length_gives_way_to_the_models_own(addresses: tuple[str, ...], tmp_path: Path) -> None:
     folder = demo_with(tmp_path / "demo_model", max_new_tokens=100_000)
-    with RouterInThread(folder, addresses, timeouts=Timeouts()) as router:
+    with RouterInThread(folder, addresses) as router:
         body = {"prompt": [5] * 2000, "ignore_eos": True}
         answer = router.wait_ready().client.post("/v1/completions", json=body, timeout=PATIENCE_S)
     assert answer.json()["usage"]["completion_tokens"] == 48

@@ -61,7 +61,8 @@ def test_sequences_run_at_once_that_would_not_fit_whole_and_come_back_from_host_
     assert node.process.pool.num_blocks == 47, "one is the null block's"
     held = most_held(node)
     with client_of([node]) as client:
-        results = [client.submit(f"at once {i}", prompts[i], LONG, decode=node.info) for i in range(3)]
+        with node.holding_until_accepted(client):
+            results = [client.submit(f"at once {i}", prompts[i], LONG, decode=node.info) for i in range(3)]
         client.wait()
         assert WINDOW.most_held(48) < held[0] <= 3 * WINDOW.most_held(48)
         for index in (3, 4, 3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -64,9 +65,10 @@ def serve(roles: list[str], speculative_config: str = GUESSING, **options: objec
     prefill = nodes[1].info if len(nodes) > 1 else None
     with client_of(nodes) as client:
         results = {}
-        for name, (sampling, samples) in ASKED.items():
-            prompt, decode = prompt_of(name), nodes[0].info
-            results[name] = client.submit(name, prompt, sampling, decode=decode, prefill=prefill, samples=samples)
+        with nodes[0].holding_until_accepted(client) if "num_blocks" in options else nullcontext():
+            for name, (sampling, samples) in ASKED.items():
+                prompt, decode = prompt_of(name), nodes[0].info
+                results[name] = client.submit(name, prompt, sampling, decode=decode, prefill=prefill, samples=samples)
         client.wait()
         for name, result in results.items():
             assert result.failed is None, f"{name}: {result.failed}"

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from split_pair import GREEDY, SAMPLED, WAYS, Alone, Pair, changed, make_pair
+from waiting import PATIENCE_S
 
 from in_process_cluster import Client, Result
 from tandem.engine.contracts.config import Timeouts
@@ -102,7 +103,7 @@ def test_cancel_of_one_sample(pair: Pair, alone: Alone) -> None:
 
 
 def test_a_lost_router_takes_its_requests_along(alone: Alone) -> None:
-    quick = Timeouts(heartbeat_s=0.1, peer_lost_s=1.0, resend_s=0.1, drain_s=10.0)
+    quick = Timeouts(heartbeat_s=0.1, peer_lost_s=3.0, resend_s=0.1, drain_s=PATIENCE_S)
     slow = {"fault_injection": "delay:0.01", "chunk": 64, "timeouts": quick}
     with make_pair("tcp", decode={"timeouts": quick, "num_blocks": 60}, prefill=slow) as pair:
         other = Client(pair.decode.info, pair.prefill.info)

@@ -12,6 +12,7 @@ from split_pair import GREEDY, SAMPLED, changed
 from tiny_hf_models import tiny_hf_model
 
 from in_process_cluster import Client, Node, node_options
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tiny_models import check_greedy, random_prompt, tiny_model
@@ -27,6 +28,7 @@ class Nodes:
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._infos: dict[tuple[str, str, int], NodeInfo] = {}
+        self.own: dict[NodeKey, Node] = {}  # of this process
 
     def get(self, role: str, transport: str, num_ranks: int) -> NodeInfo:
         key = (role, transport, num_ranks)
@@ -34,7 +36,7 @@ class Nodes:
             if num_ranks == 1:
                 node = Node(node_options(role, tiny_model(MODEL), transport=transport, chunk=64))
                 self._stack.callback(node.stop)
-                self._infos[key] = node.info
+                self._infos[key], self.own[node.info.key] = node.info, node
             else:
                 faults = [{"rank": 1, "num_tokens": LOST, "at": 1}] if role == "prefill" else []
                 child = NodeChild((role,), transport, num_ranks=num_ranks, model=MODEL, faults=faults)
@@ -94,10 +96,15 @@ def test_a_running_sequence_moves_to_another_number_of_ranks(nodes: Nodes, here:
     prompt, sampling = random_prompt(100, seed=40 + here), changed(GREEDY, max_tokens=500)
     client = Client(source, target)
     try:
+        node = nodes.own.get(source.key)
+        if node is not None:  # it is as quick as its peer may be slow to connect
+            node.hold_after(20)
         result = client.submit(f"moves-{here}", prompt, sampling, decode=source)
         client.until(lambda: len(result.tokens.get(0, ())) >= 5)
         moved = client.migrate(result, 0, prompt, sampling, source, target)
-        client.wait(moved)
+        client.until(lambda: moved.done and bool(result.migrated))
+        if node is not None:
+            node.go_on()
     finally:
         client.close()
     assert [message.reason for message in result.migrated] == [""]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -58,22 +59,23 @@ def check_record(token_ids: list[int]) -> None:
 Outputs = dict[str, dict[int, tuple[list[int], str]]]
 
 
-def ask_all(client: Client, nodes: list[Node]) -> Outputs:
+def ask_all(client: Client, nodes: list[Node], runs_at_once: bool) -> Outputs:
     prefill = nodes[1].info if len(nodes) > 1 else None
 
     def submit(name: str, sampling: SamplingParams, samples: tuple[int, ...] = (0,), about: str = "") -> Result:
         prompt = ids_of(f"{about or name}: def read_lines(path, encoding):" * 8)
         return client.submit(name, prompt, sampling, decode=nodes[0].info, prefill=prefill, samples=samples)
 
-    results = {
-        "greedy": submit("greedy", GREEDY),
-        "drawn": submit("drawn", DRAWN, (0, 1, 2)),
-        "free": submit("free", FREE),
-        "word": submit("word", WORD, (0, 1)),
-        "cut": submit("cut", CUT),
-        "held": submit("held", HELD, (0, 1)),
-        "banned": submit("banned", BANNED, about="free"),
-    }
+    with nodes[0].holding_until_accepted(client) if runs_at_once else nullcontext():
+        results = {
+            "greedy": submit("greedy", GREEDY),
+            "drawn": submit("drawn", DRAWN, (0, 1, 2)),
+            "free": submit("free", FREE),
+            "word": submit("word", WORD, (0, 1)),
+            "cut": submit("cut", CUT),
+            "held": submit("held", HELD, (0, 1)),
+            "banned": submit("banned", BANNED, about="free"),
+        }
     client.wait()
     for name, result in results.items():
         assert result.failed is None, f"{name}: {result.failed}"
@@ -88,7 +90,7 @@ def single() -> Outputs:
 def serve(roles: list[str], **options: object) -> Outputs:
     nodes = [Node(node_options(role, DEMO, **options)) for role in roles]
     with client_of(nodes) as client:
-        outputs = ask_all(client, nodes)
+        outputs = ask_all(client, nodes, runs_at_once="num_blocks" in options)
         if len(nodes) > 1:
             assert nodes[0].process.logic.handoffs.sink.counters.commits >= 5, "nothing was handed over"
         if options.get("num_blocks"):

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from router_in_thread import RouterInThread
 from tiny_adapters import tiny_adapter
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 import tandem.deploy
 from in_process_cluster import Node, node_options
-from tandem.engine.contracts.config import LoraOptions, Timeouts
+from tandem.engine.contracts.config import LoraOptions
 
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
 TEMPLATE = (  # its words <think> and <tool_call> say how a model of it writes
@@ -129,7 +129,7 @@ class Servers:
         self.routers = []
         for roles in (["unified"], ["prefill", "decode"]):
             router = RouterInThread(
-                DEMO, tuple(addresses[role] for role in roles), timeouts=Timeouts(), local_tail_tokens=0, lora=lora,
+                DEMO, tuple(addresses[role] for role in roles), local_tail_tokens=0, lora=lora,
                 chat_template=TEMPLATE, tool_call_parser="hermes", reasoning_parser="qwen3",
             )  # fmt: skip
             self.routers.append(stack.enter_context(router).wait_ready())
@@ -244,7 +244,8 @@ def test_a_client_that_leaves_ends_its_request_on_both(servers: Servers) -> None
         router.wait_idle()
 
 
-def test_operators_see_and_drain_both(servers: Servers) -> None:
+def test_operators_see_and_drain_both(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.router.watching.desk.STORY_S", PATIENCE_S)
     body = {"prompt": f"{PROMPT}told", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     for index, (router, roles) in enumerate(zip(servers.routers, (("unified",), ("prefill", "decode")), strict=True)):
         nodes = [servers.nodes[role].info.node_id for role in roles]

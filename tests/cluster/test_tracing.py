@@ -11,6 +11,7 @@ import httpx
 import pytest
 from otlp_collector import OtlpCollector, plain
 from router_in_thread import RouterInThread
+from waiting import PATIENCE_S
 
 from in_process_cluster import Node, node_options
 from tandem.engine.contracts.errors import ConfigError
@@ -61,7 +62,9 @@ def check_parts(parts: list[Any], stages: dict[bytes, Any], nodes: list[Node]) -
     assert len(nodes) == 1 or {"asks for blocks for its KV", "has verified the KV and goes on"} <= events
 
 
-def test_each_request_is_one_trace(nodes: list[Node]) -> None:
+def test_each_request_is_one_trace(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.router.watching.desk.STORY_S", PATIENCE_S)
+    monkeypatch.setattr("tandem.router.tracing.exporter.FLUSH_S", PATIENCE_S)
     is_split = len(nodes) > 1
     with OtlpCollector() as collector:
         with router_of(nodes, collector) as router:

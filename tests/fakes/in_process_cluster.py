@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from tandem.prefill_node.main import make_logic as make_prefill
 
 BLOCK = 16
 # What tests wait for comes soon; nobody is given up for being slow on a busy machine.
-FAST = Timeouts(heartbeat_s=0.1, peer_lost_s=PATIENCE_S, connect_s=20.0, resend_s=0.2, drain_s=PATIENCE_S)
+FAST = Timeouts(heartbeat_s=0.1, peer_lost_s=PATIENCE_S, connect_s=20.0, resend_s=0.2, drain_s=PATIENCE_S, pull_s=20.0)
 
 
 def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
@@ -114,6 +114,22 @@ class Node:
 
     def go_on(self) -> None:
         del self.process.logic.scheduler.schedule
+
+    @contextmanager
+    def holding_until_accepted(self, client: Client) -> Iterator[None]:
+        """It computes nothing before all that `client` asks within the context is here: all of it runs at once."""
+        self.hold_after(0)
+        try:
+            yield
+            client.until(lambda: all(result.accepted or result.failed for result in client.results.values()))
+        finally:
+            self.go_on()
+
+    def cached_hashes(self) -> list[bytes]:
+        """Of its pool, by a thread that the step loop doesn't wait for: what it meanwhile changes is read anew."""
+        while True:
+            with suppress(RuntimeError):
+                return self.process.pool.cached_hashes()
 
     def wait_until_whole(self) -> None:
         pool = self.process.pool

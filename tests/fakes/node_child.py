@@ -23,8 +23,8 @@ from tandem.engine.contracts.wire.parts import NodeInfo
 class NodeChild:
     """`addresses`: where the child's nodes take control connections, one for each of `roles`; `infos`: what they say
     of themselves. `num_ranks` processes make a node. `model`: a tiny one's name, or a folder; `dtype` of its weights;
-    `changes` of the options, as `node_options` takes them; `faults` among them are those of failing_ranks.py, and
-    `always_loads`: its tiers load whatever they have."""
+    `changes` of the options, as `node_options` takes them; `faults` among them are those of failing_ranks.py,
+    `always_loads`: its tiers load whatever they have, and `hold_after`: each takes so many steps, and no more."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ def _serve(roles: str, transport: str, fault_injection: str, model: str, dtype: 
     nodes, sizes = [], json.loads(changes)
     if faults := sizes.pop("faults", None):
         lose_memory_in_node(faults)
-    always_loads = sizes.pop("always_loads", False)
+    always_loads, num_steps = sizes.pop("always_loads", False), sizes.pop("hold_after", None)
     folder = Path(model) if "/" in model else tiny_model(model)
     for role in roles.split(","):
         fault = fault_injection if role == "prefill" or "prefill" not in roles else ""
@@ -84,6 +84,8 @@ def _serve(roles: str, transport: str, fault_injection: str, model: str, dtype: 
         nodes.append(Node(replace(options, model=ModelOptions(str(folder), dtype=dtype))))  # type: ignore[arg-type]
         if always_loads:
             always_loading(nodes[-1])
+        if num_steps is not None:
+            nodes[-1].hold_after(num_steps)
     print(json.dumps([msgspec.msgpack.encode(node.info).hex() for node in nodes]), flush=True)
     closed = threading.Event()
 

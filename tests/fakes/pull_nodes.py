@@ -19,8 +19,7 @@ from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Welcome
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tiny_models import check_greedy, tiny_model
 
-__all__ = ["PATIENT", "WAYS", "Nodes", "greet", "make_nodes"]
-PATIENT = replace(FAST, pull_s=20.0)  # the machine is shared: nothing here is to fail for being slow
+__all__ = ["WAYS", "Nodes", "greet", "make_nodes"]
 
 
 @dataclass
@@ -80,11 +79,11 @@ class Nodes:
 
 @contextmanager
 def make_nodes(
-    *roles: str, changes: dict[int, dict[str, object]] | None = None, pull_s: float = 20.0, **common: object
+    *roles: str, changes: dict[int, dict[str, object]] | None = None, pull_s: float = FAST.pull_s, **common: object
 ) -> Iterator[Nodes]:
     """One node a role; `changes` of node_options by index, `common` to all. All of them pull whatever the rates say.
     At the end nothing is held anywhere."""
-    common = {"timeouts": replace(PATIENT, pull_s=pull_s), **common}
+    common = {"timeouts": replace(FAST, pull_s=pull_s), **common}
     options = [
         node_options(role, tiny_model("llama"), **{**common, **(changes or {}).get(index, {})})
         for index, role in enumerate(roles)

@@ -13,12 +13,11 @@ from scripted_model import make_scripted_model
 from waiting import PATIENCE_S
 
 from in_process_cluster import Node, node_options
-from tandem.engine.contracts.config import Timeouts
 
 
 def serve(folder: Path, nodes: list[Node], **options: Any) -> RouterInThread:
     addresses = tuple(node.info.control_address for node in nodes)
-    return RouterInThread(folder, addresses, timeouts=Timeouts(), local_tail_tokens=0, **options)
+    return RouterInThread(folder, addresses, local_tail_tokens=0, **options)
 
 
 def openai_client(router: RouterInThread) -> openai.OpenAI:

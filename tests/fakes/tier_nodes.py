@@ -24,11 +24,13 @@ def make_references(model: str = "llama") -> References:
 
 def until_saved(node: Node) -> None:
     """Until everything cached in the device pool is in the host pool as well."""
-    pool, manager = node.process.pool, node.process.tiers.manager
-    wait_until(
-        lambda: pool.cached_hashes() and all(manager.is_on_host(each) for each in pool.cached_hashes()),
-        "an idle node to save",
-    )
+    manager = node.process.tiers.manager
+
+    def is_saved() -> bool:
+        cached = node.cached_hashes()
+        return bool(cached) and all(map(manager.is_on_host, cached))
+
+    wait_until(is_saved, "an idle node to save")
 
 
 def always_loading(node: Node) -> Node:

@@ -15,7 +15,6 @@ from router_in_thread import RouterInThread
 from waiting import PATIENCE_S
 
 from in_process_cluster import Node, node_options
-from tandem.engine.contracts.config import Timeouts
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo_model"
 
@@ -30,7 +29,7 @@ def watched_cluster(names: Sequence[str], **options: Any) -> Iterator[RouterInTh
             nodes.append(Node(node_options(role, DEMO, node_id=name, num_blocks=160, host_tier_bytes=64 << 20)))
             stack.callback(nodes[-1].stop)
         addresses = tuple(node.info.control_address for node in nodes)
-        router = RouterInThread(DEMO, addresses, timeouts=Timeouts(), local_tail_tokens=0, **options)
+        router = RouterInThread(DEMO, addresses, local_tail_tokens=0, **options)
         yield stack.enter_context(router).wait_ready()
 
 
