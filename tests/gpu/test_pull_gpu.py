@@ -12,10 +12,9 @@ import pytest
 import torch
 from near_ties import widest_gap
 from node_child import NodeChild
-from pull_nodes import PATIENT
 
 import tandem.deploy
-from in_process_cluster import BLOCK, Client, Node, Result, node_options
+from in_process_cluster import BLOCK, FAST, Client, Node, Result, node_options
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.sampling_params import SamplingParams
@@ -41,7 +40,7 @@ TOGETHER = 3 * REPLAYED_TOKENS + 3  # so that the helper's half is launched, and
 
 def make_node(role: str, way: str, device_index: int, dtype: str = "auto", **changes: object) -> Node:
     where = {"device": DEVICE, "device_index": device_index % max(1, torch.cuda.device_count())}
-    options = node_options(role, DEMO, num_blocks=320, transport=way, timeouts=PATIENT, **where, **changes)
+    options = node_options(role, DEMO, num_blocks=320, transport=way, timeouts=FAST, **where, **changes)
     node = Node(replace(options, model=ModelOptions(str(DEMO), dtype=dtype)))  # type: ignore[arg-type]
     puller = node.process.logic.handoffs.puller  # type: ignore[attr-defined]
     puller.compute_rate = Rate()  # so that it pulls, whatever was measured
