@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,12 @@ class WorkerExchange:
     def __init__(self, seat: Seat | None, answer: Answer) -> None:
         self._seat, self._answer = seat, answer
         self._server: asyncio.AbstractServer | None = None
+        self._folder = -1
 
     async def open(self) -> None:
         """Listens for the others' questions."""
         if self._seat is not None and self._seat.num_seats > 1:
+            self._folder = os.open(Path(self._seat.path).parent, os.O_RDONLY | os.O_DIRECTORY)
             path = self._path(self._seat.index)
             path.unlink(missing_ok=True)  # of the process that had this seat before
             self._server = await asyncio.start_unix_server(self._serve, str(path), limit=MAX_QUESTION)
@@ -42,6 +45,7 @@ class WorkerExchange:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
+            os.close(self._folder)
 
     async def ask(self, question: dict[str, str]) -> list[Any]:
         """What each process says that answers, this one first."""
@@ -76,5 +80,5 @@ class WorkerExchange:
         writer.close()
 
     def _path(self, index: int) -> Path:
-        assert self._seat is not None
-        return Path(self._seat.path).with_name(f"asked-{index}")
+        """By a descriptor of its folder: an address has 107 bytes, and a folder for temporary files may have more."""
+        return Path(f"/proc/self/fd/{self._folder}/asked-{index}")

@@ -229,6 +229,8 @@ def test_workers_follow_the_cores_unless_given(cores: int, workers: int) -> None
 def test_the_next_router_removes_what_a_killed_one_left(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tmp_path /= 40 * "far"  # longer than a socket's address may be
+    tmp_path.mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     (tmp_path / "tandem-workers-link").symlink_to(folder)
     killed = RouterProcess(folder, workers=2)
