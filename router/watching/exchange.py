@@ -80,5 +80,5 @@ class WorkerExchange:
         writer.close()
 
     def _path(self, index: int) -> Path:
-        """Returns an address by a descriptor of its folder: one has 107 bytes, a folder for temporary files may have more."""
+        """Returns a path by a descriptor of its folder: a socket's address has 107 bytes, some TMPDIRs have more."""
         return Path(f"/proc/self/fd/{self._folder}/asked-{index}")
