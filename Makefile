@@ -22,7 +22,8 @@ export HELP
 PYTHON ?=
 TORCH_VERSION ?= 2.13.0
 TORCH_INDEX ?=
-TEST_WORKERS ?= 2
+# One more than a small machine has cores: tests wait, too.
+TEST_WORKERS ?= 3
 SOAK_WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) / 4)))
 ARGS ?=
 
