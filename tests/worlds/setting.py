@@ -35,9 +35,8 @@ class Bounds:
     is_revocable: bool = False  # one-sided, and yet a fence ends while the source lives: it takes old grants away
     max_faults: int = 1
     faults: frozenset[str] = ALL_FAULTS
-    is_calm: bool = (
-        False  # bytes move at once, nothing is sent again before something has gone wrong, twins go in order
-    )
+    # Bytes move at once, nothing is sent again before something has gone wrong, twins go in order.
+    is_calm: bool = False
     window: int = 0  # tokens that every layer sees; 0: all
     is_pipelined: bool = False  # a sequence's tokens are in flight for a while before the host knows them
 

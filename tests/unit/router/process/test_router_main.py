@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from router_in_thread import VOCAB_SIZE
 from waiting import PATIENCE_S, wait_until, wait_until_gone
@@ -140,17 +142,13 @@ def test_a_folder_without_tokenizer_ends_it(tmp_path: Path) -> None:
         assert "has no tokenizer.json" in errors
 
 
-def command_of(pid: int) -> str:
-    """The command line of `pid`, empty once it has ended: a killed child's files go while they are read."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
 def workers_of(pid: int) -> set[int]:
-    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return {child for child in children if "spawn_main" in command_of(child)}
+    workers = set()
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that was killed ends while it is looked at
+            if any("spawn_main" in word for word in child.cmdline()):
+                workers.add(child.pid)
+    return workers
 
 
 def test_two_workers_share_the_port_and_are_replaced(
