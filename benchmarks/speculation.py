@@ -138,8 +138,8 @@ def main() -> None:
         args.model, args.load_format, not args.eager, args.max_model_len, speculative_config=config, clock=clock
     )
     if engine.on_gpu:
-        engine.core.scheduler.state.step_times.measured(measure_step_times(engine.runner, 1024))
         times = engine.core.scheduler.state.step_times
+        measure_step_times(engine.runner, 1024, times)
         print("step of rows, ms:", *(f"{rows}: {1e3 * times.seconds(rows):.2f}" for rows in (16, 64, 128, 256, 512)))
         if engine.drafting is not None:
             times = engine.drafting.guesser.times

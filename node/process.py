@@ -183,7 +183,7 @@ class NodeProcess:
             self.runner.capture_decode_steps()
         if measures:
             most = min(self.options.scheduler.max_num_batched_tokens, self.runner.max_model_len)
-            self.logic.scheduler.state.step_times.measured(measure_step_times(self.runner, most))
+            measure_step_times(self.runner, most, self.logic.scheduler.state.step_times)
         self._compilations.warn_from_now()
 
     def serve(self) -> int:

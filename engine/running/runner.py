@@ -230,6 +230,11 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    @property
+    def graph_sizes(self) -> Sequence[int]:
+        """The tokens of the graphs that run small steps, rising; none before they are captured, or where none are."""
+        return () if self._graphs is None else self._graphs.sizes
+
     @torch.inference_mode()
     def run_dummy(self, rows: Sequence[ScheduledRow]) -> None:
         """Runs one greedy step of such rows (single tokens first). Writes no KV and leaves the batch state as it is."""

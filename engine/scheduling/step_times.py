@@ -38,11 +38,12 @@ PATIENCE = 4.0
 
 
 class StepTimes:
-    """A table of measured points, read as straight lines between them, and what serving adds to them: attention over
-    real lengths, patches of the batch. Pure."""
+    """A table of measured points, and what serving adds to them: attention over real lengths, patches of the batch.
+    Steps that graphs run take as long as the next graph's, others are on straight lines between the points. Pure."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
+        self._stairs = 0  # most tokens of a step that is run as one of the next larger size
         self._seconds: list[float] = []
         self._slowness = 1.0
         self._read: dict[int, float] = {}  # tokens -> seconds, as the table says
@@ -52,10 +53,11 @@ class StepTimes:
         """Whether steps have been measured; nothing but `measured` may be called before."""
         return bool(self._tokens)
 
-    def measured(self, seconds_by_tokens: Mapping[int, float]) -> None:
+    def measured(self, seconds_by_tokens: Mapping[int, float], largest_graph: int = 0) -> None:
         """Takes the table, once, with at least one point. A larger step that was measured faster than a smaller one
-        counts as equally slow."""
-        self._tokens = sorted(seconds_by_tokens)
+        counts as equally slow. `largest_graph`: tokens of the largest step that a graph runs; the table has the size of
+        each graph, since products of a few more rows may be done in another way that takes much longer."""
+        self._tokens, self._stairs = sorted(seconds_by_tokens), largest_graph
         for tokens in self._tokens:
             self._seconds.append(max([seconds_by_tokens[tokens], *self._seconds[-1:]]))
 
@@ -69,6 +71,8 @@ class StepTimes:
         if index in (0, len(self._tokens)):
             return self._seconds[min(index, len(self._tokens) - 1)]
         low, high = self._tokens[index - 1], self._tokens[index]
+        if tokens <= self._stairs:
+            return self._seconds[index - (tokens == low)]
         share = (tokens - low) / (high - low)
         return self._seconds[index - 1] + share * (self._seconds[index] - self._seconds[index - 1])
 
@@ -94,6 +98,8 @@ class StepTimes:
             return 0
         if index == len(self._tokens):
             return int(self._tokens[-1] * seconds / self._seconds[-1])
+        if self._tokens[index - 1] < self._stairs:
+            return self._tokens[index - 1]
         low, high = self._seconds[index - 1], self._seconds[index]
         share = (seconds - low) / (high - low)
         return self._tokens[index - 1] + round(share * (self._tokens[index] - self._tokens[index - 1]))

@@ -9,9 +9,11 @@ from typing import Protocol
 import torch
 
 from tandem.engine.scheduling.step import ScheduledRow
+from tandem.engine.scheduling.step_times import StepTimes
 
-# A guess: dense where steps are short, as graphs are.
+# Where no graph of that size or a larger one runs steps. A guess: dense where steps are short.
 MEASURED_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+LEAST_TOKENS = 16  # of a step that is measured: smaller ones take as long, to read the weights
 NUM_DECODES = 8  # rows of a measured step that are decodes; a guess
 REPEATS = 3  # a guess
 
@@ -22,15 +24,19 @@ class DummySteps(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def graph_sizes(self) -> Sequence[int]: ...
+
     def run_dummy(self, rows: Sequence[ScheduledRow]) -> None: ...
 
 
-def measure_step_times(runner: DummySteps, max_tokens: int) -> dict[int, float]:
-    """Number of tokens -> seconds of a mixed step: a few decodes and one prompt. Steps are launched back to back, as in
-    serving. Writes no KV."""
+def measure_step_times(runner: DummySteps, max_tokens: int, times: StepTimes) -> None:
+    """Tells `times` the seconds of mixed steps of up to `max_tokens`, a few decodes and one prompt each: of the size of
+    each graph, and of some beyond. Steps are launched back to back, as in serving. Writes no KV."""
     seconds: dict[int, float] = {}
-    for tokens in MEASURED_TOKENS:
-        if tokens <= max_tokens:
+    largest = max(runner.graph_sizes, default=0)
+    for tokens in (*runner.graph_sizes, *(size for size in MEASURED_TOKENS if size > largest)):
+        if LEAST_TOKENS <= tokens <= max_tokens:
             rows = [ScheduledRow(0, 0, 1)] * NUM_DECODES + [ScheduledRow(0, 0, tokens - NUM_DECODES)]
             runner.run_dummy(rows)
             torch.cuda.synchronize(runner.device)
@@ -39,4 +45,4 @@ def measure_step_times(runner: DummySteps, max_tokens: int) -> dict[int, float]:
                 runner.run_dummy(rows)
             torch.cuda.synchronize(runner.device)
             seconds[tokens] = (time.perf_counter() - began) / REPEATS
-    return seconds
+    times.measured(seconds, largest)

@@ -182,6 +182,17 @@ def test_step_times_are_read_between_their_points() -> None:
     assert times.most_tokens(0.024) == 512, "in proportion beyond the last"
 
 
+def test_steps_that_graphs_run_take_as_long_as_the_next_graph() -> None:
+    times = StepTimes()
+    times.measured({16: 0.004, 32: 0.005, 64: 0.009, 128: 0.010, 256: 0.020}, largest_graph=128)
+    seconds = {8: 4, 16: 4, 17: 5, 32: 5, 33: 9, 64: 9, 65: 10, 128: 10, 192: 15, 256: 20, 512: 40}
+    assert {tokens: round(1e3 * times.seconds(tokens), 6) for tokens in seconds} == seconds
+    assert [times.most_tokens(each / 1e3) for each in (3, 4, 5, 8, 9, 10, 15, 20, 40)] == [
+        0, 16, 32, 32, 64, 128, 192, 256, 512,
+    ]  # fmt: skip
+    assert (times.num_free_beside(33), times.num_free_beside(64)) == (31, 0)
+
+
 def test_step_times_learn_what_serving_adds() -> None:
     times = StepTimes()
     times.measured({16: 0.004, 256: 0.012})
