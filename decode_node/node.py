@@ -11,7 +11,9 @@ import numpy as np
 
 from tandem.decode_node.ticket_loads import TicketLoads
 from tandem.engine.contracts.wire.parts import Candidates, Continuation, FirstToken
+from tandem.engine.scheduling.prompt_order import SlackOrder
 from tandem.engine.scheduling.request import Request
+from tandem.engine.scheduling.step_pace import next_prompt_decision_at
 from tandem.kv_connector.protocol.outcomes import Commit, Failed, Recompute, Released, SinkOutcome, failure_code
 from tandem.node.requests import AcceptedRequest
 from tandem.node.serving import ServingNode
@@ -48,7 +50,11 @@ class DecodeNode(ServingNode):
 
     def launch_at(self) -> float:
         """Holds the next step back while KV is on its way here, as long as it can, and a little longer for what is
-        being checked: else the KV would wait for that step."""
+        being checked: else the KV would wait for that step. Behind a step of prompts alone it is decided late as on a
+        prefill node, where prompts go by deadlines: those that come meanwhile may be the ones to go first."""
+        running, order = self.scheduler.state.clock.running, self.scheduler.state.prompt_order
+        if running is not None and running.is_prompts_alone and isinstance(order, SlackOrder):
+            return next_prompt_decision_at(self.scheduler.state.clock)
         if not self.handoffs.sink.num_under_way:
             return 0.0
         return self.scheduler.pace.next_decision_at(CHECK_S if self.handoffs.sink.actions.num_verifying else 0.0)

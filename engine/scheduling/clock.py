@@ -42,6 +42,10 @@ class RunningStep(NamedTuple):
     def size(self) -> int:
         return size_of(self.num_tokens)
 
+    @property
+    def is_prompts_alone(self) -> bool:
+        return self.num_prompt_tokens == self.num_tokens
+
 
 class StepClock:
     """Follows launched steps. Times are seconds of `now`; "the past" is 0.0. A step begins when it is launched

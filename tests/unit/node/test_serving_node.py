@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 
+from tandem.decode_node.node import DecodeNode
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
 from tandem.engine.contracts.hashing import root_hash
@@ -17,18 +20,22 @@ from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.contracts.wire.requests import Accepted, Cancel, Cancelled, FlushBlocks, RequestFailed, Submit
 from tandem.engine.scheduling.books import SchedulerState
+from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.ports import NoTiers
+from tandem.engine.scheduling.prompt_order import ArrivalOrder, SlackOrder
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.scheduling.step_pace import next_prompt_decision_at
 from tandem.node.control.events import PeerLost, Received
 from tandem.node.handoffs import Handoffs
 from tandem.node.requests import RequestBook
 from tandem.node.serving import ServingNode
+from tandem.prefill_node.node import PrefillNode
 
 ROUTER = NodeKey("router", 1)
 INFO = NodeInfo(node_id="node", epoch=7, role="unified")
 
 
-def make_node(max_queue: int = 4) -> ServingNode:
+def make_node(max_queue: int = 4, kind: type[ServingNode] = ServingNode, **state: Any) -> ServingNode:
     pool = BlockPool(16, True)
     scheduler = Scheduler(
         SchedulerState(
@@ -38,11 +45,12 @@ def make_node(max_queue: int = 4) -> ServingNode:
             max_model_len=64,
             eos_token_ids=[7],
             root_for_salt=lambda salt: root_hash(b"model", salt),
+            **state,
         )
     )
     options = NodeOptions("unified", ModelOptions("m"), CacheOptions(block_size=4, hash_block_size=4))
     handoffs = Handoffs(INFO, ClusterKeys(b"k" * 16, False), pool, options, NoTiers(), Rate())
-    return ServingNode(INFO, RequestBook(100, 64), scheduler, pool, max_queue, handoffs)
+    return kind(INFO, RequestBook(100, 64), scheduler, pool, max_queue, handoffs)
 
 
 def submit(request_id: str, **fields: object) -> Submit:
@@ -173,3 +181,30 @@ def test_a_request_that_cannot_be_started_ends_alone(monkeypatch: pytest.MonkeyP
         assert failure(say(node, submit("bad"))) == ("internal_error", True)
     assert node.is_empty
     assert say(node, submit("good")) == [Accepted(request_id="good", attempt=0)]
+
+
+@pytest.mark.parametrize("kind", [PrefillNode, DecodeNode])
+def test_behind_prompts_alone_the_next_step_is_decided_late(kind: type[ServingNode]) -> None:
+    now = [100.0]
+    clock = StepClock(lambda: now[0], by_size=kind is DecodeNode)
+    node = make_node(kind=kind, clock=clock, prompt_order=SlackOrder(0.3, clock))
+    clock.launched(0, 2048, 2048)
+    now[0] += 0.05
+    clock.completed(0)
+    assert node.launch_at() < now[0], "nothing runs"
+    clock.launched(1, 2048, 2048)
+    assert node.launch_at() == next_prompt_decision_at(clock)
+    assert node.launch_at() > now[0] + 0.03
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "has_deadlines"), [(2047, True), (2048, False)])
+def test_beside_streams_or_without_deadlines_it_is_decided_at_once(num_prompt_tokens: int, has_deadlines: bool) -> None:
+    now = [100.0]
+    clock = StepClock(lambda: now[0])
+    order = SlackOrder(0.3, clock) if has_deadlines else ArrivalOrder()
+    node = make_node(kind=DecodeNode, clock=clock, prompt_order=order)
+    clock.launched(0, 2048, 2048)
+    now[0] += 0.05
+    clock.completed(0)
+    clock.launched(1, 2048, num_prompt_tokens)
+    assert node.launch_at() < now[0]
