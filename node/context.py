@@ -27,9 +27,13 @@ from tandem.node.setup import LoadedModel
 MEASURED_BESIDE_DECODES = 256  # prompt tokens over which the time of one is measured
 
 
-def make_clock(role: str) -> StepClock:
+def make_clock(role: str, has_deadlines: bool) -> StepClock:
+    """`has_deadlines`: of prompts, by whose size the clock then foretells who makes it: a short one's time, of which
+    most is its launch, must not count as much as a long one's."""
     if role == "prefill":
         return StepClock(time.monotonic, by_size=False)
+    if has_deadlines:
+        return StepClock(time.monotonic)
     # Beside decodes prompts get a few tokens in each step, and the time of those changes with the decodes.
     return StepClock(time.monotonic, measured_tokens=MEASURED_BESIDE_DECODES)
 

@@ -131,7 +131,7 @@ class NodeProcess:
         self.loaded = with_length_that_fits(loaded, options, num_usable)
         key = NodeKey(options.node_id or f"{options.role}-{secrets.token_hex(3)}", secrets.randbits(64))
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._clock, self._board = make_clock(options.role), LoopBoard()
+        self._clock, self._board = make_clock(options.role, options.scheduler.tpot_target_ms > 0), LoopBoard()
         self._diary = NodeDiary(options, key.node_id)
 
         self.transports = NodeTransports(transports_of(options, self.loaded, self.keys), options.transport)

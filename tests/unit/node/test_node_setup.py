@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tandem.engine.contracts.config import ModelOptions, NodeOptions, SchedulerOptions
+from tandem.node.context import make_clock
 from tandem.node.setup import with_device_defaults
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -39,3 +40,15 @@ def test_what_was_given_stays() -> None:
     for role in ("prefill", "decode", "unified"):
         scheduler = chosen(role, CUDA, **given)
         assert {name: getattr(scheduler, name) for name in given} == given
+
+
+@pytest.mark.parametrize(
+    ("role", "has_deadlines", "num_chats"), [("unified", True, 4), ("unified", False, 1), ("prefill", False, 4)]
+)
+def test_over_how_many_prompt_tokens_their_time_is_measured(role: str, has_deadlines: bool, num_chats: int) -> None:
+    clock = make_clock(role, has_deadlines)
+    for chat in range(4):
+        assert (clock.seconds_per_token > 0) == (chat >= num_chats)
+        clock.launched(chat, 256, 256)
+        clock.completed(chat)
+    assert clock.seconds_per_token > 0
