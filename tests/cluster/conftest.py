@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 from scripted_cluster import client, model, nodes, router  # noqa: F401  # fixtures
-from split_pair import WAYS, Alone, Pair, make_pair
+from split_pair import TWO_WAYS, Alone, Pair, make_pair
 
 from in_process_cluster import Node, node_options
 from tiny_models import tiny_model
@@ -35,7 +35,7 @@ def _borrow(pair: Pair) -> Iterator[Pair]:
     pair.check_whole()
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=TWO_WAYS)
 def pair(request: pytest.FixtureRequest, pair_of: PairOf) -> Iterator[Pair]:
     yield from _borrow(pair_of(request.param))
 

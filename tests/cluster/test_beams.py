@@ -144,7 +144,7 @@ def test_beams_take_an_adapter(tmp_path: Path) -> None:
     ("roles", "options"),
     [
         (("unified",), {}),
-        (("decode", "prefill"), {}),
+        pytest.param(("decode", "prefill"), {}, marks=pytest.mark.slow),
         (("decode", "prefill"), {"num_blocks": 25, "chunk": 16}),
     ],
     ids=["one node", "split", "split, in small pools"],
@@ -167,7 +167,7 @@ def test_beams_are_those_of_transformers(roles: tuple[str, ...], options: dict[s
         assert bool(logic.scheduler.state.num_preemptions) == bool(options)
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("caching", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_beams_that_were_preempted_go_on_as_if_nothing_had_been(caching: bool) -> None:
     folder = tiny_model("llama")
     with running("unified", model=folder, num_blocks=40, caching=caching) as (client, nodes):

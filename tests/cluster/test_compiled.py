@@ -28,7 +28,7 @@ def made(family: str) -> Path:
     ("family", "backend"),
     [
         ("llama", "eager"),  # what was traced, run as it is
-        ("gpt2", "eager"),
+        pytest.param("gpt2", "eager", marks=pytest.mark.slow),
         # which takes a C++ compiler a minute or two
         *(pytest.param(family, "inductor", marks=pytest.mark.slow) for family in ("qwen3", "gemma2")),
     ],

@@ -42,7 +42,7 @@ def test_turns_on_one_node_that_has_no_room_for_all_conversations() -> None:
         assert host_hits(node) > 20, "nothing was evicted"
 
 
-@pytest.mark.parametrize("way", ["shm", "tcp"])
+@pytest.mark.parametrize("way", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_turns_on_a_pair_whose_decode_node_has_evicted_its_answers(way: str) -> None:
     """The prefill node gets them from host memory of the node that made them: it has seen the questions only."""
     with make_nodes("decode", "prefill", transport=way, changes={0: SMALL}) as nodes:

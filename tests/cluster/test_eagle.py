@@ -50,6 +50,7 @@ def test_a_stream_that_moves_takes_the_heads_keys_along(tmp_path: Path) -> None:
     check_moved(lambda role: node_options(role, model, speculative_config=config))
 
 
+@pytest.mark.slow  # as test_mtp.py asks of another head
 def test_adapters_and_log_probabilities_of_prompts_stay_what_they_are(tmp_path: Path) -> None:
     config, prompt = headed(random_head(tmp_path / "head")), [17 * place % 2000 + 10 for place in range(50)]
     check_adapters(DEMO, DEMO, config, prompt, tmp_path / "adapter")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import psutil
@@ -11,9 +10,13 @@ import pytest
 from waiting import wait_until
 
 from real_cluster import RealCluster
+from tandem.deploy.cli import main
 from tandem.deploy.options import DEMO_MODEL
+from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, RouterOptions
 from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.contracts.model_folder import resolve_model, served_name
+from tandem.node.setup import load
+from tandem.router.process.worker import Worker
 
 MAIN, OLD = "a" * 40, "b" * 40
 
@@ -31,6 +34,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (model / "snapshots" / OLD / file.name).symlink_to(file)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, value in (("HF_HUB_CACHE", str(tmp_path)), ("HF_HUB_OFFLINE", True)):  # read when it was imported here
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     return model
 
 
@@ -40,28 +45,20 @@ def test_serve_takes_a_hub_name_and_a_revision(cache: Path) -> None:
         assert [model["id"] for model in served.client.get("/v1/models").json()["data"]] == ["tiny"]
         assert served.client.post("/v1/completions", json={"model": "tiny", "prompt": "def"}).status_code == 200
         wait_until(lambda: "serving tiny on" in served.log(), "the launcher's word")
+        assert len(re.findall("INFO.*where a request doesn't say how to sample: OpenAI's", served.log())) == 1
         for child in psutil.Process(served.process.pid).children():
             assert str(cache / "snapshots" / OLD) in child.cmdline(), "all serve one snapshot"
 
 
 def test_a_node_and_a_router_take_one_for_themselves(cache: Path) -> None:
-    code = """
-from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, RouterOptions
-from tandem.node.setup import load
-from tandem.router.process.worker import Worker
-model = ModelOptions("acme/tiny", revision="old")
-Worker(RouterOptions(model))
-print(load(NodeOptions("unified", model, CacheOptions(num_blocks=16), device="cpu")).served_name)
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (0, "tiny\n"), result.stderr
+    model = ModelOptions("acme/tiny", revision="old")
+    Worker(RouterOptions(model))
+    assert load(NodeOptions("unified", model, CacheOptions(num_blocks=16), device="cpu")).served_name == "tiny"
 
 
-def test_what_is_not_in_the_cache_is_refused(cache: Path) -> None:
-    code = "from tandem.deploy.cli import main; raise SystemExit(main(['serve', 'acme/other', '--port', '0']))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 2
-    assert "not in the local hub cache" in result.stderr
+def test_what_is_not_in_the_cache_is_refused(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "acme/other", "--port", "0"]) == 2
+    assert "not in the local hub cache" in capsys.readouterr().err
 
 
 def test_served_names(tmp_path: Path) -> None:

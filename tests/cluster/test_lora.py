@@ -33,8 +33,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+# On one node, `make test` asks for adapters' tokens in test_hf_models.py, and over HTTP in test_surface_parity.py.
 @pytest.fixture(
-    scope="module", params=[(), ("--prefill", "1", "--decode", "1", "--workers", "2")], ids=["single", "split"]
+    scope="module",
+    params=[pytest.param((), marks=pytest.mark.slow), ("--prefill", "1", "--decode", "1", "--workers", "2")],
+    ids=["single", "split"],
 )
 def cluster(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[RealCluster]:
     listed = [f"--lora-modules=alice={folders['alice']}", f"--lora-modules=bob={folders['bob']}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import struct
 import threading
 import wave
@@ -98,9 +99,12 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def llava() -> Iterator[Served]:
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Answers of which nobody says how long they may be are short: random weights know no end."""
+    short = tmp_path_factory.mktemp("short")
+    (short / "generation_config.json").write_text(json.dumps({"max_new_tokens": 20}))
     media = MediaOptions(limit_mm_per_prompt="image=3", allowed_media_domains=("127.0.0.1", "localhost"))
-    with Served("llava", media=media) as served:
+    with Served("llava", media=media, generation_config=str(short)) as served:
         yield served
 
 

@@ -6,18 +6,18 @@ import random
 
 import pytest
 from decode_trio import joined, trio
-from split_pair import GREEDY, NIXL, SAMPLED, Alone, changed
+from split_pair import GREEDY, SAMPLED, TWO_WAYS, Alone, changed
 
 from tiny_models import random_prompt
 
-LONG = 90
+LONG = 60
 GUESSING = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
 
 
-@pytest.mark.parametrize("way", ["shm", NIXL, "tcp", "local"])
+@pytest.mark.parametrize("way", TWO_WAYS)
 def test_a_stream_goes_on_elsewhere_as_if_it_had_stayed(way: str, alone: Alone) -> None:
     prompts = [random_prompt(90, seed=5), random_prompt(33, seed=6)]
-    guessing = {"speculative_config": GUESSING} if way == "local" else {}
+    guessing = {"speculative_config": GUESSING} if way in ("tcp", "local") else {}
     with trio(way, **guessing) as nodes:
         ways = {"greedy": GREEDY, "seeded": SAMPLED, "logprobs": changed(GREEDY, num_logprobs=1)}
         ways["guided"] = changed(SAMPLED, grammar="start: /([a-z]{3} ){50,}/")
@@ -57,7 +57,7 @@ def test_samples_of_one_prompt_share_its_blocks_at_the_target(alone: Alone) -> N
 
 
 def test_there_and_back_again(alone: Alone) -> None:
-    prompt, sampling = random_prompt(120, seed=9), changed(SAMPLED, max_tokens=300)
+    prompt, sampling = random_prompt(120, seed=9), changed(SAMPLED, max_tokens=180)
     with trio() as nodes:
         here, there = nodes.first, nodes.second
         here.hold_after(20)
@@ -79,7 +79,7 @@ def test_there_and_back_again(alone: Alone) -> None:
         nodes.check_whole()
 
 
-@pytest.mark.parametrize("sizes", [(16, 32), (32, 16)])
+@pytest.mark.parametrize("sizes", [pytest.param((16, 32), marks=pytest.mark.slow), (32, 16)])
 def test_blocks_of_another_size(sizes: tuple[int, int], alone: Alone) -> None:
     prompt, sampling = random_prompt(150, seed=15), changed(SAMPLED, max_tokens=LONG)
     with trio(block_size=sizes[0], second={"block_size": sizes[1]}) as nodes:
@@ -89,7 +89,9 @@ def test_blocks_of_another_size(sizes: tuple[int, int], alone: Alone) -> None:
         nodes.check_whole()
 
 
-@pytest.mark.parametrize("fault", ["corrupt:1", "drop:1,duplicate:2", "corrupt:*"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param("corrupt:1", marks=pytest.mark.slow), "drop:1,duplicate:2", "corrupt:*"]
+)
 def test_bytes_that_arrive_wrong_are_sent_again_or_computed(fault: str, alone: Alone) -> None:
     prompt, sampling = random_prompt(90, seed=5), changed(SAMPLED, max_tokens=LONG)
     with trio(fault_injection=fault) as nodes:

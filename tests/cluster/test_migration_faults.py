@@ -16,7 +16,7 @@ from waiting import PATIENCE_S, wait_until, wait_until_gone
 from in_process_cluster import FAST, Node, node_options
 from tiny_models import check_greedy, random_prompt, tiny_model
 
-LENGTH = 500  # long enough to be on its way when something happens
+LENGTH = 200
 PROMPT = random_prompt(250, seed=3)
 TIMES = replace(FAST, resend_s=0.1)
 

@@ -15,7 +15,7 @@ from in_process_cluster import FAST, Node, node_options
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tiny_models import random_prompt, tiny_model
 
-LENGTH = 600
+LENGTH = 150
 DRAWN: dict[str, Any] = {"temperature": 0.8, "seed": 77, "top_p": 0.9, "repetition_penalty": 1.1}
 
 
@@ -38,11 +38,14 @@ def test_streams_go_on_where_it_hands_them(role: str, alone: Alone) -> None:
             router.wait_ready()
             cluster = router.worker.service.cluster
             model = router.client.get("/v1/models").json()["data"][0]["id"]
+            first.hold_after(0)
             greedy = Stream(router.url, model, prompts[0], LENGTH)
             pair = Stream(router.url, model, prompts[1], LENGTH, n=2, **DRAWN)
+            waiting = first.process.logic.scheduler.state.queues.waiting
+            wait_until(lambda: len(waiting) == 2, "both prompts")
+            first.hold_after(20)  # they are under way when the second node is there
             for stream, num_samples in ((greedy, 1), (pair, 2)):
                 stream.wait_for(10, num_samples)
-            first.hold_after(0)  # they are under way when the second node is there
             router.call(lambda: cluster.add(nodes[1].info.control_address))
             wait_until(lambda: len(cluster.views) == 2, "the second node")
             first.process.loop.begin_drain()

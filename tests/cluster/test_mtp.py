@@ -33,7 +33,7 @@ def of_roles(roles: list[str], model: Path, **options: object) -> tuple[list[Nod
     return nodes_of(roles, lambda role: node_options(role, model, **options))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("mimo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "roles",
     [pytest.param(["unified"], marks=pytest.mark.slow), ["decode", "prefill"]],  # a decode node does all that one does
@@ -50,7 +50,7 @@ def test_a_head_that_knows_the_model_is_right(roles: list[str], family: str, tmp
         ("mimo", ["unified"], FEW_BLOCKS),
         pytest.param("deepseek_v3", ["unified"], FEW_BLOCKS, marks=pytest.mark.slow),
         pytest.param("mimo", ["decode", "prefill"], {"chunk": 32}, marks=pytest.mark.slow),
-        ("deepseek_v3", ["decode", "prefill"], {"chunk": 32}),
+        pytest.param("deepseek_v3", ["decode", "prefill"], {"chunk": 32}, marks=pytest.mark.slow),
     ],
     ids=["mimo-one", "deepseek-one", "mimo-split", "deepseek-split"],
 )

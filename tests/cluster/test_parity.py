@@ -1,6 +1,7 @@
 """Greedy tokens equal transformers' generate: single node and split over local, shm and tcp, in one process.
 
-A pairwise cover of model × way × caching × chunk × pool: every pair of values meets in at least one run.
+A pairwise cover of model × way × caching × chunk × pool: every pair of values meets in at least one run. `make test`
+makes its first runs, in which each way meets caching or none, a small pool and a large one, and all values come.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
 LENGTHS = (1, 15, 16, 17, 100, 333, 700)
 NUM_TOKENS = 64
 NUM_AGAIN = 8  # of a prompt that is found cached
+NUM_QUICK = 8  # runs of `make test`
 FACTORS = {
     "model": ("demo", "llama", "mistral", "qwen2", "qwen3"),
     "way": ("single", "local", "shm", "tcp"),
@@ -62,12 +64,20 @@ def references(model: str) -> dict[int, tuple[list[int], Greedy]]:
     return made
 
 
-def test_the_cover_is_small_and_whole() -> None:
+def test_the_cover_is_small_and_its_first_runs_are_enough() -> None:
     assert len(pairwise()) <= 40
+    quick = pairwise()[:NUM_QUICK]
+    for index, values in enumerate(FACTORS.values()):
+        assert {run[index] for run in quick} == set(values)
+    for index, name in ((3, "caching"), (4, "num_blocks")):
+        assert {(run[1], run[index]) for run in quick} == set(itertools.product(FACTORS["way"], FACTORS[name]))
 
 
 # README says: "Greedy tokens equal transformers' (fp32, CPU)"
-@pytest.mark.parametrize(("model", "way", "chunk", "caching", "num_blocks"), pairwise())
+@pytest.mark.parametrize(
+    tuple(FACTORS),
+    [*pairwise()[:NUM_QUICK], *(pytest.param(*run, marks=pytest.mark.slow) for run in pairwise()[NUM_QUICK:])],
+)
 def test_greedy_equals_transformers(model: str, way: str, chunk: int, caching: bool, num_blocks: int) -> None:
     common = {"num_blocks": num_blocks, "caching": caching, "chunk": chunk}
     if way == "single":

@@ -58,7 +58,7 @@ def check_that_it_costs_the_attempt(nodes: Nodes) -> None:
     nodes.ask(PROMPT, on=1)
 
 
-@pytest.mark.parametrize("way", ["shm", "tcp"])
+@pytest.mark.parametrize("way", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_two_nodes_compute_a_prompt_and_a_third_decodes(way: str) -> None:
     """With the log-probabilities, to the last bit, of one node whose chunks are the same, in two rounds."""
     with make_nodes("decode", "prefill", "prefill", transport=way, chunk=CHUNK) as nodes:

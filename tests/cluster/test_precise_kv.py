@@ -6,15 +6,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from router_in_thread import RouterInThread
 from safetensors.torch import load_file, save_file
 from split_pair import GREEDY, make_pair
-from waiting import wait_until
 
-from real_cluster import RealCluster
+from in_process_cluster import Node, node_options
 from tiny_models import made_once, random_prompt, reference_greedy, tiny_model
 
 LARGER = 2.0**12  # a power of two: it changes no bit of the mantissas of what is computed in fp32
-FP8 = ("--kv-cache-dtype", "fp8", "--precise-kv-tokens", "1024")
+FP8 = {"kv_cache_dtype": "fp8_e4m3", "precise_kv_tokens": 1024}
 NUM_TOKENS = 24
 PROMPTS = [random_prompt(length, seed=700 + length) for length in (9, 40, 75)]
 
@@ -34,18 +34,28 @@ def model_with_large_values() -> Path:
     return made_once(small.parent / "llama-large-values", build)
 
 
-@pytest.mark.parametrize("shape", [(), ("--prefill", "1", "--decode", "1")], ids=["single", "split"])
-def test_tokens_are_those_of_16_bits(shape: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("roles", [("unified",), ("prefill", "decode")], ids=["single", "split"])
+def test_tokens_are_those_of_16_bits(roles: tuple[str, ...]) -> None:
     folder = model_with_large_values()
-    with RealCluster(folder, *shape, *FP8) as cluster:
+    nodes = [Node(node_options(role, folder, **FP8)) for role in roles]
+    addresses = tuple(node.info.control_address for node in nodes)
+    asked = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with RouterInThread(folder, addresses, local_tail_tokens=0) as router:
+        router.wait_ready()
         for prompt in PROMPTS:
-            expected = reference_greedy(folder, prompt, NUM_TOKENS).token_ids
-            assert cluster.tokens(prompt, NUM_TOKENS) == [expected]
+            body = {**asked, "prompt": prompt, "max_tokens": NUM_TOKENS}
+            answer = router.client.post("/v1/completions", json=body).json()
+            assert answer["choices"][0]["token_ids"] == reference_greedy(folder, prompt, NUM_TOKENS).token_ids
         for name in ("kv_overflow_requests", "precise_kv_requests"):
-            wait_until(lambda name=name: cluster.counter(name) == len(PROMPTS), "each request to be counted once")
-        too_long = cluster.complete(PROMPTS[0], max_tokens=1500)
+            counts = [node.process.logic.counters()[name] for node in nodes]
+            assert sum(counts) == len(PROMPTS), "each request is counted once"
+        too_long = router.client.post("/v1/completions", json={**asked, "prompt": PROMPTS[0], "max_tokens": 1500})
         assert too_long.status_code >= 500
         assert "--precise-kv-tokens" in too_long.text
+        router.wait_idle()
+    for node in nodes:
+        node.wait_until_whole()
+        node.stop()
 
 
 def test_what_overflows_on_its_way_is_never_committed() -> None:

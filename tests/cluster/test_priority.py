@@ -31,7 +31,7 @@ def test_who_matters_more_ends_first(roles: tuple[str, ...], alone: Alone) -> No
         router.wait_ready()
         first = nodes[0]
         first.hold_after(6)
-        low = body(low_prompt, 400, priority=5, stream=True)
+        low = body(low_prompt, 120, priority=5, stream=True)
         with router.client.stream("POST", "/v1/completions", json=low) as answer:
             lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
             made = [next(lines)]  # it runs
@@ -46,7 +46,7 @@ def test_who_matters_more_ends_first(roles: tuple[str, ...], alone: Alone) -> No
         tokens = [token for line in made[:-1] for each in json.loads(line)["choices"] for token in each["token_ids"]]
         assert made[-1] == "[DONE]"
         assert state.num_preemptions == 1
-        assert [tokens] == alone.run(low_prompt, changed(GREEDY, max_tokens=400))
+        assert [tokens] == alone.run(low_prompt, changed(GREEDY, max_tokens=120))
         assert [choice["token_ids"]] == alone.run(high_prompt, changed(GREEDY, max_tokens=4))
         for node in nodes:
             node.wait_until_whole()

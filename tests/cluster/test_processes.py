@@ -170,14 +170,14 @@ def test_a_client_that_leaves_frees_its_blocks(cluster: RealCluster) -> None:
     cluster.wait_until_whole()
 
 
-@pytest.mark.parametrize("way", ["stop", "kill"])
+@pytest.mark.parametrize("way", [pytest.param("stop", marks=pytest.mark.slow), "kill"])
 def test_redis_may_go_and_come(cluster: RealCluster, way: str) -> None:
     redis = []
     for child in psutil.Process(cluster.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # some live for a moment only
             redis += [child] * ("redis" in child.name())
     assert redis, "the cluster runs without Redis"
-    load = Load(cluster, 6, num_tokens=60)
+    load = Load(cluster, 6, num_tokens=40)
     if way == "stop":
         redis[0].suspend()
         time.sleep(2)
@@ -191,16 +191,25 @@ def test_redis_may_go_and_come(cluster: RealCluster, way: str) -> None:
 
 
 # README says: "Every accepted request ends once"
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
-@pytest.mark.parametrize("victim", ["decode", "prefill", "router"])
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        pytest.param("decode", signal.SIGKILL, id="decode-kill"),
+        pytest.param("prefill", signal.SIGSTOP, id="prefill-stop"),
+        pytest.param("router", signal.SIGKILL, id="router-kill"),
+        pytest.param("decode", signal.SIGSTOP, id="decode-stop", marks=pytest.mark.slow),
+        pytest.param("prefill", signal.SIGKILL, id="prefill-kill", marks=pytest.mark.slow),
+        pytest.param("router", signal.SIGSTOP, id="router-stop", marks=pytest.mark.slow),
+    ],
+)
 def test_a_process_dies_under_load(cluster: RealCluster, victim: str, number: int) -> None:
     prefill, pid = cluster.pid_of("prefill"), cluster.pid_of(victim)
     lost = "" if victim == "router" else cluster.node_of(pid)
-    load = Load(cluster, 20)
+    load = Load(cluster, 12)
     time.sleep(0.4)
     cluster.kill(victim, number)
     results, errors = load.check(may_break=victim == "router")
-    assert results + errors == 20
+    assert results + errors == 12
     wait_until(lambda: is_gone(pid), "its end: one that was stopped is given up only later")
     cluster.wait_until_ready(2, without=lost)
     check(PROMPTS[3], cluster.tokens(PROMPTS[3], 32))

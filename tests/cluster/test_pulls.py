@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from node_child import NodeChild
-from pull_nodes import WAYS, greet, make_nodes
+from pull_nodes import greet, make_nodes
+from split_pair import TWO_WAYS
 from tier_nodes import always_loading, until_saved
 
 from in_process_cluster import BLOCK, FAST, Client
@@ -25,7 +26,7 @@ BLOCK_BYTES = 12288
 
 
 # README says: "A node that lacks a prefix pulls it from the peer that has it"
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TWO_WAYS)
 def test_a_single_node_pulls_what_another_has(way: str) -> None:
     with make_nodes("unified", "unified", transport=way) as nodes:
         nodes.ask(PROMPT, on=0)
@@ -40,7 +41,7 @@ def test_a_single_node_pulls_what_another_has(way: str) -> None:
         assert nodes.count(0, "pull_tokens") == 3 * BLOCK, "the other way on the same connection, behind its own hits"
 
 
-@pytest.mark.parametrize("way", ["shm", "tcp"])
+@pytest.mark.parametrize("way", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_a_prefill_node_pulls_from_both_roles_and_hands_on(way: str) -> None:
     """What the decode node made itself, too: the next turn of a conversation."""
     with make_nodes("decode", "prefill", "prefill", transport=way, chunk=64) as nodes:
@@ -104,9 +105,23 @@ def test_another_salt_finds_nothing() -> None:
         assert nodes.count(1, "pull_completed") == 1
 
 
-@pytest.mark.parametrize("way", ["shm", "tcp"])
 @pytest.mark.parametrize(
-    ("fault", "completes"), [("corrupt:1", True), ("drop:1", True), ("corrupt:*", False), ("drop:*", False)]
+    ("way", "fault", "completes"),
+    [
+        ("shm", "corrupt:1", True),
+        ("shm", "drop:*", False),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("shm", "drop:1", True),
+                ("shm", "corrupt:*", False),
+                ("tcp", "corrupt:1", True),
+                ("tcp", "drop:1", True),
+                ("tcp", "corrupt:*", False),
+                ("tcp", "drop:*", False),
+            )
+        ),
+    ],
 )
 def test_wrong_bytes_are_sent_again_or_computed(way: str, fault: str, completes: bool) -> None:
     with make_nodes("unified", "unified", transport=way, changes={0: {"fault_injection": fault}}) as nodes:
@@ -117,7 +132,7 @@ def test_wrong_bytes_are_sent_again_or_computed(way: str, fault: str, completes:
         assert nodes.count(1, "pull_failed") == (not completes)
 
 
-@pytest.mark.parametrize("way", ["shm", "tcp"])
+@pytest.mark.parametrize("way", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_a_holder_that_is_too_slow_is_not_waited_for(way: str) -> None:
     hasty = replace(FAST, pull_s=0.2)
     changes = {0: {"fault_injection": "delay:1.0"}, 1: {"timeouts": hasty}}
@@ -127,7 +142,7 @@ def test_a_holder_that_is_too_slow_is_not_waited_for(way: str) -> None:
         assert nodes.count(1, "pull_failed") == 1
 
 
-@pytest.mark.parametrize("way", ["shm", "tcp"])
+@pytest.mark.parametrize("way", [pytest.param("shm", marks=pytest.mark.slow), "tcp"])
 def test_a_holder_dies_in_the_middle_of_a_write(way: str) -> None:
     child = NodeChild(("prefill",), way, "die:1")
     try:
@@ -171,8 +186,13 @@ def test_requests_with_one_prefix_pull_it_once_and_cancels_leave_nothing() -> No
         nodes.client.wait(cancelled)
 
 
-@pytest.mark.parametrize(("way", "seed"), [("shm", 1), ("tcp", 2), ("local", 3)])
-@pytest.mark.parametrize("num_rounds", [12, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("way", "seed", "num_rounds"),
+    [
+        ("tcp", 2, 12),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("shm", 1, 80), ("tcp", 2, 80), ("local", 3, 80))),
+    ],
+)
 def test_tiny_pools_that_evict_all_the_time(
     way: str, seed: int, num_rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ PROMPTS = ["def read_lines(path):", [5, 6, 7], {"prompt": "Return a new"}]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, logprobs=1)
 BEAMS = BeamSearchParams(beam_width=3, max_tokens=8)
 CONVERSATION = [{"role": "user", "content": "def read_lines(path):"}]
-SMALL = {"num_blocks": 128, "max_num_seqs": 8, "quiet": True}
+SMALL = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "quiet": True}
 
 
 def texts(outputs: list[RequestOutput]) -> list[tuple[list[int], str, list[int], str | None]]:

@@ -12,16 +12,17 @@ from router_in_thread import RouterInThread
 from waiting import PATIENCE_S
 
 from in_process_cluster import Node, node_options
-from tandem.deploy.options import DEMO_MODEL
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
 from tandem.engine.contracts.generation_config import SamplingDefaults, sampling_defaults
+from tiny_models import tiny_model
 
 SHARP = {"temperature": 0.01, "top_p": 0.1, "max_new_tokens": 24}
 PROMPT = "Return a new"
+MODEL = tiny_model("llama")
 
 
-def demo_with(folder: Path, **generation: object) -> Path:
-    shutil.copytree(DEMO_MODEL, folder)
+def model_with(folder: Path, **generation: object) -> Path:
+    shutil.copytree(MODEL, folder)
     path = folder / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **generation}))
     return folder
@@ -30,7 +31,7 @@ def demo_with(folder: Path, **generation: object) -> Path:
 @pytest.fixture(scope="module", params=["unified", "split"])
 def addresses(request: pytest.FixtureRequest) -> Iterator[tuple[str, ...]]:
     roles = ["unified"] if request.param == "unified" else ["prefill", "decode"]
-    nodes = [Node(node_options(role, DEMO_MODEL)) for role in roles]
+    nodes = [Node(node_options(role, MODEL)) for role in roles]
     yield tuple(node.info.control_address for node in nodes)
     for node in nodes:
         node.stop()
@@ -48,23 +49,23 @@ def three_texts(folder: Path, addresses: tuple[str, ...], choice: str = "auto", 
 
 
 def test_what_a_request_leaves_open_is_as_the_model_says(addresses: tuple[str, ...], tmp_path: Path) -> None:
-    folder = demo_with(tmp_path / "demo_model", **SHARP)
+    folder = model_with(tmp_path / "model", **SHARP)
     texts = three_texts(folder, addresses)
     assert len(set(texts)) == 1
     assert len(texts[0]) > 24  # by max_new_tokens; OpenAI's default would be 16 tokens
     assert len(set(three_texts(folder, addresses, temperature=1.0, top_p=1.0))) > 1
     assert len(set(three_texts(folder, addresses, choice="none", max_tokens=24))) > 1
-    assert len(set(three_texts(DEMO_MODEL, addresses, choice=str(folder)))) == 1
+    assert len(set(three_texts(MODEL, addresses, choice=str(folder)))) == 1
 
 
 def test_openais_defaults_hold_where_the_model_says_nothing(addresses: tuple[str, ...]) -> None:
-    with RouterInThread(DEMO_MODEL, addresses) as router:
+    with RouterInThread(MODEL, addresses) as router:
         answer = router.wait_ready().client.post("/v1/completions", json={"prompt": PROMPT, "ignore_eos": True})
     assert answer.json()["usage"]["completion_tokens"] == 16
 
 
 def test_a_default_length_gives_way_to_the_models_own(addresses: tuple[str, ...], tmp_path: Path) -> None:
-    folder = demo_with(tmp_path / "demo_model", max_new_tokens=100_000)
+    folder = model_with(tmp_path / "model", max_new_tokens=100_000)
     with RouterInThread(folder, addresses) as router:
         body = {"prompt": [5] * 2000, "ignore_eos": True}
         answer = router.wait_ready().client.post("/v1/completions", json=body, timeout=PATIENCE_S)

@@ -15,7 +15,7 @@ from tiny_models import check_greedy, random_prompt, tiny_model
 
 WINDOW = BlockWindow(32, BLOCK)
 TOKEN_BYTES = 3 * 2 * 2 * 16 * 4  # layers, planes, KV heads, head size, fp32
-LONG = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
 
 
 def most_held(node: Node) -> list[int]:
@@ -44,9 +44,9 @@ def test_a_pair_hands_over_the_last_window_alone() -> None:
             assert pair.pushed_bytes == (700 - passed) * TOKEN_BYTES
             assert held[0] <= WINDOW.num_tokens // block_size + 2
             if block_size == BLOCK:
-                several = pair.run(prompt, changed(SAMPLED, max_tokens=60), samples=(0, 1, 2))
+                several = pair.run(prompt, changed(SAMPLED, max_tokens=30), samples=(0, 1, 2))
                 alone = pair.client.submit(
-                    "alone", prompt, changed(SAMPLED, max_tokens=60), decode=pair.decode.info, samples=(0, 1, 2)
+                    "alone", prompt, changed(SAMPLED, max_tokens=30), decode=pair.decode.info, samples=(0, 1, 2)
                 )
                 pair.client.wait(alone)
                 outputs = [[each.output(sample) for sample in (0, 1, 2)] for each in (several, alone)]
@@ -55,7 +55,7 @@ def test_a_pair_hands_over_the_last_window_alone() -> None:
 
 
 def test_sequences_run_at_once_that_would_not_fit_whole_and_come_back_from_host_memory() -> None:
-    """Each would have 32 blocks at its end, and the pool has 47."""
+    """Each would have 28 blocks at its end, and the pool has 47."""
     model, prompts = tiny_model("mistral"), [random_prompt(400, seed=seed) for seed in range(5)]
     node = always_loading(Node(node_options("unified", model, num_blocks=48, chunk=48, host_tier_bytes=16 << 20)))
     assert node.process.pool.num_blocks == 47, "one is the null block's"
@@ -80,10 +80,10 @@ def test_a_sequence_moves_without_what_slid_out() -> None:
     model, prompt = tiny_model("mistral"), random_prompt(300, seed=5)
     guessing = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
     with trio("local", model=model, speculative_config=guessing) as nodes:
-        result, moved = nodes.move_one("r", prompt, changed(GREEDY, max_tokens=150))
+        result, moved = nodes.move_one("r", prompt, changed(GREEDY, max_tokens=80))
         assert moved.failed is None, moved.failed
         assert [message.reason for message in result.migrated] == [""]
-        check_greedy(model, prompt, joined(result, moved), 150)
+        check_greedy(model, prompt, joined(result, moved), 80)
         pushed = nodes.first.process.transfer.counters["kv_pushed_bytes"]
         assert 0 < pushed < 300 * TOKEN_BYTES, "what slid out was sent"
         nodes.check_whole()

@@ -139,7 +139,7 @@ def heading(folder: Path) -> str:
     ("roles", "options"),
     [
         pytest.param(["unified"], {"num_blocks": 40, "caching": False}, marks=pytest.mark.slow),
-        (["decode", "prefill"], {"chunk": 32}),
+        pytest.param(["decode", "prefill"], {"chunk": 32}, marks=pytest.mark.slow),
     ],
     ids=["one", "split"],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from split_pair import GREEDY, SAMPLED, WAYS, Alone, Pair, changed, make_pair
+from split_pair import GREEDY, SAMPLED, TWO_WAYS, Alone, Pair, changed, make_pair
 from waiting import PATIENCE_S
 
 from in_process_cluster import Client, Result
@@ -17,7 +17,7 @@ from tiny_models import random_prompt
 # --- cancels ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TWO_WAYS)
 def test_cancel_at_any_moment(way: str, alone: Alone) -> None:
     """Writes are slow and the decode node's pool small, so that cancels meet queued claims, pushes and decoding."""
     rng = random.Random(way)
@@ -129,14 +129,14 @@ def test_a_lost_router_takes_its_requests_along(alone: Alone) -> None:
 
 
 def test_a_small_decode_pool_grants_in_order(alone: Alone) -> None:
-    lengths = (300, 20, 250, 100, 333, 15, 180, 320, 60, 290)
+    lengths = (300, 20, 250, 100, 333, 15, 320)
     prompts = [random_prompt(length, seed=1000 + length) for length in lengths]
     with make_pair("shm", decode={"num_blocks": 30}) as pair:
-        results = [pair.submit(prompt, GREEDY) for prompt in prompts]
+        results = [pair.submit(prompt, changed(GREEDY, max_tokens=12)) for prompt in prompts]
         pair.client.wait()
         for prompt, result in zip(prompts, results, strict=True):
             assert result.failed is None, result.failed
-            assert [result.output()] == alone.run(prompt, GREEDY)
+            assert [result.output()] == alone.run(prompt, changed(GREEDY, max_tokens=12))
         pair.check_whole()
 
 

@@ -9,7 +9,7 @@ from tiny_models import random_prompt
 
 
 # README says: "KV is digested end to end"
-@pytest.mark.parametrize("way", ["shm", "tcp"])
+@pytest.mark.parametrize("way", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", ["corrupt:1", "drop:2", "duplicate:*", "delay:0.002", "drop:1,corrupt:4,duplicate:3"])
 def test_a_fault_on_the_way_is_caught_and_mended(way: str, fault: str, alone: Alone) -> None:
     prompts = [random_prompt(length, seed=length) for length in (33, 130)]
@@ -25,8 +25,15 @@ def test_a_fault_on_the_way_is_caught_and_mended(way: str, fault: str, alone: Al
         pair.check_whole()
 
 
-@pytest.mark.parametrize("way", ["shm", "tcp"])
-@pytest.mark.parametrize("fault", ["corrupt:*", "drop:*"])
+@pytest.mark.parametrize(
+    ("way", "fault"),
+    [
+        ("shm", "corrupt:*"),
+        ("tcp", "drop:*"),
+        pytest.param("shm", "drop:*", marks=pytest.mark.slow),
+        pytest.param("tcp", "corrupt:*", marks=pytest.mark.slow),
+    ],
+)
 def test_bytes_that_never_come_right_are_computed_again(way: str, fault: str, alone: Alone) -> None:
     prompt, samples = random_prompt(90, seed=12), (0, 1)
     with make_pair(way, prefill={"fault_injection": fault}) as pair:

@@ -68,8 +68,8 @@ def check_results(answers: list[httpx.Response]) -> None:
 @pytest.mark.parametrize(
     ("way", "spare"),
     [
-        pytest.param("shm", True, id="shm-another-prefill-node"),
-        pytest.param("shm", False, id="shm-decode-node-alone"),
+        pytest.param("shm", True, id="shm-another-prefill-node", marks=pytest.mark.slow),
+        pytest.param("shm", False, id="shm-decode-node-alone", marks=pytest.mark.slow),
         pytest.param("tcp", True, id="tcp-another-prefill-node"),
         pytest.param("nixl", False, marks=NIXL.marks, id="nixl-decode-node-alone"),
     ],

@@ -117,11 +117,12 @@ def test_output_follows_its_grammar_and_ends_with_it() -> None:
     assert outputs["cut"][0][0] == outputs["greedy"][0][0][:30] or outputs["cut"][0][0][:1] == ids_of("{")[-1:]
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk": 16}], ids=["whole", "chunks"])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"chunk": 16}], ids=["whole", "chunks"])
 def test_split_makes_what_one_node_makes(options: dict[str, object]) -> None:
     assert serve(["decode", "prefill"], **options) == single()
 
 
+@pytest.mark.slow  # with guesses beside it, test_speculation.py asks this of make test
 def test_recomputed_sequences_go_on_in_their_grammar() -> None:
     assert serve(["unified"], num_blocks=36, caching=False) == single()
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import zmq
-from split_pair import WAYS
 from waiting import PATIENCE_S
 
 from in_process_cluster import FAST, Client, Node, Result, node_options
@@ -18,8 +17,6 @@ from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Welcome
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tiny_models import check_greedy, tiny_model
-
-__all__ = ["WAYS", "Nodes", "greet", "make_nodes"]
 
 
 @dataclass

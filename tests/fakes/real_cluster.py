@@ -22,6 +22,8 @@ from tandem.router.metrics.catalog import UNKNOWN
 from tandem.router.metrics.nodes import read_nodes
 
 TINY = ("--block-size", "16", "--hash-block-size", "16", "--num-blocks", "256", "--num-threads", "1")
+# A node computes its largest step before it serves.
+SMALL_STEPS = ("--max-num-batched-tokens", "512")
 EAGER = ("--local-tail-tokens", "0", "--heartbeat-s", "0.2", "--peer-lost-s", "20")
 HASTY = ("--peer-lost-s", "3")  # where a process that is stopped is to be given up
 
@@ -45,7 +47,7 @@ class RealCluster:
         self._log = tempfile.TemporaryFile() if log is None else log.open("w+b")  # noqa: SIM115
         command = [sys.executable, "-m", "tandem.deploy.cli", "serve", str(model), "--port", str(self.port)]
         self.process = subprocess.Popen(
-            [*command, *TINY, *EAGER, *arguments],
+            [*command, *TINY, *SMALL_STEPS, *EAGER, *arguments],
             stdout=self._log,
             stderr=self._log,
             env={**os.environ, **(environment or {})},

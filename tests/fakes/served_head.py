@@ -131,8 +131,8 @@ def check_moved(options_of: Callable[[str], NodeOptions]) -> None:
     """A stream that moves takes along what its head keeps."""
     nodes = [Node(options_of(role)) for role in ("prefill", "decode", "decode")]
     with client_of(nodes) as client:
-        result, moved = Trio(*nodes, client).move_one("walk", PROMPT, changed(GREEDY, max_tokens=300))
-        assert joined(result, moved) == walk(int(next_tokens()[PROMPT[-1]]), 300)
+        result, moved = Trio(*nodes, client).move_one("walk", PROMPT, changed(GREEDY, max_tokens=150))
+        assert joined(result, moved) == walk(int(next_tokens()[PROMPT[-1]]), 150)
         counts = nodes[2].process.logic.scheduler.spec_counters
         assert counts["spec_accepted_tokens"] >= 0.8 * counts["spec_draft_tokens"] > 20, counts
 

@@ -18,6 +18,13 @@ from tiny_models import random_prompt, tiny_model
 
 NIXL = pytest.param("nixl", marks=pytest.mark.skipif(bool(nixl_problem()), reason=nixl_problem()))
 WAYS = ("shm", NIXL, "tcp", "local")
+# Of what has nothing to do with how bytes are copied: two of the four in `make test`.
+TWO_WAYS = (
+    "shm",
+    pytest.param("nixl", marks=(*NIXL.marks, pytest.mark.slow)),
+    "tcp",
+    pytest.param("local", marks=pytest.mark.slow),
+)
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(
     max_tokens=24,
