@@ -248,7 +248,10 @@ def earlier_tile(
     return kv.key_cache[blocks, kv_head, places % size], kv.value_cache[blocks, kv_head, places % size]
 
 
-@pytest.mark.parametrize(("block", "size"), [(16, 128), (64, 64), (48, 64), (16, 256), (64, 256)])
+@pytest.mark.parametrize(
+    ("block", "size"),
+    [(64, 64), (48, 64), (16, 256), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((16, 128), (64, 256)))],
+)
 @pytest.mark.parametrize("window", [None, 100])
 def test_tiles_hold_their_rows_and_zeros(block: int, size: int, window: int | None) -> None:
     batch = random_batch(

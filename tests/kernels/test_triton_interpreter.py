@@ -1,4 +1,4 @@
-"""Runs all interpreted_*.py in three processes of their own: interpreter mode is read when triton is first imported."""
+"""Runs all interpreted_*.py in a process of their own: interpreter mode is read when triton is first imported."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE_S
 
-NUM_PROCESSES = 3  # each pays for an import of torch and triton
 FOLDER = Path(__file__).parent
-CASES = [sorted(FOLDER.glob("interpreted_*.py"))[first::NUM_PROCESSES] for first in range(NUM_PROCESSES)]
 
 
-@pytest.mark.parametrize(
-    "cases", CASES, ids=lambda each: "-".join(path.stem.removeprefix("interpreted_") for path in each)
-)
-def test_kernels_agree_with_their_references_under_the_interpreter(cases: list[Path]) -> None:
+def test_kernels_agree_with_their_references_under_the_interpreter() -> None:
     why = "triton is not installed, or too old: before 3.7.1 its interpreter can't stand newer numpy (extra `test`)"
     pytest.importorskip("triton", minversion="3.7.1", reason=why)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, cases)]
+    cases = map(str, sorted(FOLDER.glob("interpreted_*.py")))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *cases]
     finished = subprocess.run(
         command, env=environment, cwd=FOLDER, capture_output=True, text=True, timeout=6 * PATIENCE_S, check=False
     )

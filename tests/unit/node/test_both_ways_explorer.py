@@ -43,10 +43,11 @@ LARGER = exchange("one larger than a quarter", 4, (LARGEST + 1, LARGEST) * 2)
 LARGEST_OF_ALL = exchange("larger than half", 4, (3, 3), ways=("ab", "ba"), priorities=(0, 0))
 
 QUICK = [
-    (HALVES, 3_000),
+    (exchange("halves, two and one", 2, (1,) * 3, ways=("ab", "ab", "ba"), priorities=(0,) * 3), 500),
     (exchange("one each, loss, lease or crash", 2, (1, 1), **ONE_EACH, faults=POOL_FAULTS), 2_000),
 ]
 SLOW = [
+    (HALVES, 3_000),
     (OFFER, 2_000),
     (QUARTERS, 20_000),
     (HITS, 10_000),

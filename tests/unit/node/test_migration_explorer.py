@@ -39,9 +39,10 @@ QUICK = [
     (MoveSetting("tokens in flight, an early push", **EARLY, max_faults=0), 2_000),
     (MoveSetting("one of two samples", **{**SAMPLES, "moves": SAMPLES["moves"][:1]}, max_faults=0), 2_000),
     (MoveSetting("a window", **WINDOW, max_faults=0), 5_000),
-    (one_fault("crash"), 15_000),
+    (one_fault("crash", holds_tokens=True), 3_000),
 ]
 SLOW = [
+    (one_fault("crash"), 15_000),
     *((one_fault(fault, max_outputs=3, **EARLY), 10_000) for fault in sorted(MOVE_FAULTS)),
     (MoveSetting("any fault, receiver writes", one_sided=False), 50_000),
     (MoveSetting("two faults", max_faults=2), 500_000),
@@ -105,12 +106,12 @@ MUTATIONS: dict[str, tuple[Any, str, Any, set[str], str, dict[str, Any]]] = {
         LiveAttempts, "next_number", lambda right, self, name, attempt: attempt.number + 1, {"crash"}, STUCK, {},
     ),
     "bytes that nobody checks": (SinkManager, "_on_verified", _no_verdict, {"corrupt"}, "is committed with blocks", {}),
-    "a successor whose node is lost": (Moves, "node_lost", _nothing, {"crash"}, STUCK, {}),
+    "a successor whose node is lost": (Moves, "node_lost", _nothing, {"crash"}, STUCK, {"holds_tokens": True}),
     "a tail of which only the newest token is heard": (
         node, "known_tokens", _newest_alone, set(), "has a hole", {"max_outputs": 4},
     ),
     "a window that is counted from behind the newest token": (
-        SinkLedger, "pass_over", _as_a_prompt, set(), "the next row reads|" + STUCK, WINDOW,
+        SinkLedger, "pass_over", _as_a_prompt, set(), "the next row reads|" + STUCK, {**WINDOW, "holds_tokens": True},
     ),
     "a source that gives nothing back": (
         SourceLedger, "free", lambda right, self, record: setattr(record, "owns_blocks", False), set(), STUCK, {},

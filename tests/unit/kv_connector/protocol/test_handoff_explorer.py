@@ -48,15 +48,19 @@ QUICK = [
         ),
         500,
     ),
-    (Setting("large prompt beside a parked one", **LARGE_BESIDE_PARKED, max_faults=1, faults=POOL_FAULTS), 8_000),
+    (
+        Setting("large prompt beside a parked one", **LARGE_BESIDE_PARKED, max_faults=1, faults=frozenset({"lose"})),
+        2_000,
+    ),
     (Setting("pinned prefix in the way", **PINS, max_faults=0), 500),
     (Setting("a pull, one fault, one-sided", **A_PULL, max_faults=1), 1_000),
     (Setting("a pull, one fault, receiver writes", **A_PULL, max_faults=1, one_sided=False), 1_500),
     (Setting("a pull beside a prompt, full pools", **PULL_BESIDE_PROMPT, max_faults=0), 1_500),
-    (Setting("lost and found, one-sided", **ALONE, max_faults=3, faults=LOST_AND_FOUND), 1_000),
+    (Setting("lost and found, one-sided", **ALONE, max_faults=2, faults=LOST_AND_FOUND), 1_000),
     (Setting("lost and found, revocable", **ALONE, max_faults=2, faults=LOST_AND_FOUND, is_revocable=True), 1_000),
 ]
 SLOW = [
+    (Setting("large prompt beside a parked one", **LARGE_BESIDE_PARKED, max_faults=1, faults=POOL_FAULTS), 8_000),
     (Setting("one request, two faults, one-sided", **ALONE, max_faults=2), 50_000),
     (Setting("lost and found, four times, one-sided", **ALONE, max_faults=4, faults=LOST_AND_FOUND), 10_000),
     (Setting("a pull, two faults, receiver writes", **A_PULL, max_faults=2, one_sided=False), 10_000),

@@ -243,7 +243,9 @@ MUTATIONS: dict[str, tuple[Patch, set[str], str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-TAKE_LONG = ("parked KV without bound", "epoch of a lost source not compared")
+TAKE_LONG = (
+    "parked KV without bound", "epoch of a lost source not compared", "a pull is answered twice", "pins never given up",
+)  # fmt: skip
 
 
 # README says: "a block that a peer may still write is never reused"

@@ -30,10 +30,10 @@ PROBLEMS = {"shm": "", "nixl": nixl_problem(), "ucx": ucx_problem(), "tcp": ""}
 
 @pytest.fixture(scope="module")
 def peers(request):
-    """Two spare processes a transport, started together because each takes a while to import torch."""
+    """A process a transport, and one more for shm; started together because each takes a while to import torch."""
     asked = {item.callspec.params.get("transport") for item in request.session.items if hasattr(item, "callspec")}
     spares = {
-        name: [KVPeer(f"peer-{name}-{i}", name, seed=20 + i) for i in range(2)]
+        name: [KVPeer(f"peer-{name}-{i}", name, seed=20 + i) for i in range(1 + (name == "shm"))]
         for name, problem in PROBLEMS.items()
         if not problem and (name != "ucx" or name in asked)
     }
@@ -51,6 +51,28 @@ def pool_inodes() -> set[str]:
     """Of the KV pools mapped into this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {line.split()[4] for line in lines if "/memfd:tandem-kv-pool" in line}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+def test_a_stopped_sink_is_an_error_within_the_timeout(peers, make_node, transport):
+    peer = peers[transport][0]
+    source = make_node("p", transport, timeout_s=0.5, seed=20, layout=MEGABYTE_BLOCKS)  # writes what the peer holds
+    channel = connected(source, peer.info)
+    grant = sink_grant(peer, source, range(16))
+    everything = [(block, block) for block in range(16)]
+    peer.signal(signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        with pytest.raises(TransportError, match="no progress in time"):
+            write_until_it_fails(channel, grant, everything)
+        assert time.monotonic() - started > 0.4
+        assert len(source.lost) == 1
+        with pytest.raises(PeerLostError):
+            channel.write(Write(grant, everything[:1], None, [64]))
+        with pytest.raises(TransportError):
+            source.connect(peer.info)  # the kernel takes the connection, nobody answers
+    finally:
+        peer.signal(signal.SIGCONT)  # the next test asks it for more
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -112,18 +134,11 @@ def test_a_source_is_served_stopped_killed_and_fenced(peers, make_node, transpor
     peer.kill()
 
 
-def test_fence_of_a_source_that_died_before_is_done_at_once(make_node, peers):
-    dead = KVPeer("brief", "shm", seed=1)
-    sink = make_node("d", "shm", layout=MEGABYTE_BLOCKS)
-    sink.admit(dead.info)
-    dead.kill()
-    sink.transports.fence(dead.info.key).result(PATIENCE_S)
-    with pytest.raises(PeerLostError):
-        sink.admit(dead.info)
-
-
-def test_a_dead_sinks_memory_is_unmapped(peers, make_node):
+def test_a_dead_peers_memory_is_unmapped_and_its_fence_is_done_at_once(peers, make_node):
+    """As a sink of one node and as a source of another."""
     peer = peers["shm"][1]
+    sink = make_node("d", "shm", layout=MEGABYTE_BLOCKS)
+    sink.admit(peer.info)
     source = make_node("p", "shm", seed=3, layout=MEGABYTE_BLOCKS)
     before = pool_inodes()
     channel = source.connect(peer.info)
@@ -153,26 +168,9 @@ def test_a_dead_sinks_memory_is_unmapped(peers, make_node):
         channel.flush(grant)
     with pytest.raises(PeerLostError):
         source.connect(peer.info)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS[1:])
-def test_a_stopped_sink_is_an_error_within_the_timeout(peers, make_node, transport):
-    peer = peers[transport][1]
-    source = make_node("p", transport, timeout_s=0.5, layout=MEGABYTE_BLOCKS)
-    channel = connected(source, peer.info)
-    grant = sink_grant(peer, source, range(16))
-    everything = [(block, block) for block in range(16)]
-    peer.signal(signal.SIGSTOP)
-    started = time.monotonic()
-    with pytest.raises(TransportError, match="no progress in time"):
-        write_until_it_fails(channel, grant, everything)
-    assert time.monotonic() - started > 0.4
-    assert len(source.lost) == 1
+    sink.transports.fence(peer.info.key).result(PATIENCE_S)
     with pytest.raises(PeerLostError):
-        channel.write(Write(grant, everything[:1], None, [64]))
-    with pytest.raises(TransportError):
-        source.connect(peer.info)  # the kernel takes the connection, nobody answers
-    peer.kill()
+        sink.admit(peer.info)
 
 
 def write_until_it_fails(channel, grant, pairs) -> None:
