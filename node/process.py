@@ -118,7 +118,7 @@ class NodeProcess:
     """Everything of one node. The constructor loads and binds, `serve` blocks."""
 
     def __init__(self, options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> None:
-        self._compilations = CompilationCounter()
+        self._compilations = CompilationCounter(torch.cuda.is_available())
         self.launcher = LauncherPipe(options.ready_fd)
         self.keys = load_cluster_keys(options.cluster_secret_file, options.host)
         self.ranks = start_ranks(options)

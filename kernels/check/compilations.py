@@ -13,11 +13,12 @@ class CompilationCounter:
     """Counts from its creation on, in the whole process. `warn_from_now`: each further one is logged by name and
     shows in `num_late`."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_gpu: bool = True) -> None:
+        """`has_gpu`: without one no kernel is made, and Triton isn't imported for it."""
         self.num_total = 0
         self.num_late = 0
         self._late = False
-        if find_spec("triton") is not None:
+        if has_gpu and find_spec("triton") is not None:
             from triton import knobs
 
             self._next = knobs.runtime.jit_cache_hook
