@@ -22,17 +22,17 @@ from tandem.node.adapters import nothing_held
 from tandem.node.handoffs import Handoffs
 from tandem.node.requests import RequestBook
 from tandem.node.serving import ServingNode
-from tandem.node.setup import LoadedModel
+from tandem.node.setup import LoadedModel, has_deadlines
 
 MEASURED_BESIDE_DECODES = 256  # prompt tokens over which the time of one is measured
 
 
-def make_clock(role: str, has_deadlines: bool) -> StepClock:
-    """`has_deadlines`: of prompts, by whose size the clock then foretells who makes it: a short one's time, of which
-    most is its launch, must not count as much as a long one's."""
+def make_clock(role: str, by_deadline: bool) -> StepClock:
+    """`by_deadline`: prompts go so, and the clock foretells who makes it, by size: a short one's time, of which most is
+    its launch, must not count as much as a long one's."""
     if role == "prefill":
         return StepClock(time.monotonic, by_size=False)
-    if has_deadlines:
+    if by_deadline:
         return StepClock(time.monotonic)
     # Beside decodes prompts get a few tokens in each step, and the time of those changes with the decodes.
     return StepClock(time.monotonic, measured_tokens=MEASURED_BESIDE_DECODES)
@@ -107,7 +107,5 @@ class NodeContext:
         )
 
     def _prompt_order(self) -> PromptOrder:
-        options = self.options.scheduler
-        has_deadlines = self.options.role == "prefill" or options.tpot_target_ms > 0
-        target_s = options.ttft_target_ms / 1e3
-        return SlackOrder(target_s, self.clock) if has_deadlines and target_s else ArrivalOrder()
+        target_s = self.options.scheduler.ttft_target_ms / 1e3
+        return SlackOrder(target_s, self.clock) if has_deadlines(self.options) and target_s else ArrivalOrder()

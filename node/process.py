@@ -76,6 +76,7 @@ from tandem.node.report import announce, describe, node_counters
 from tandem.node.serving import ServingNode
 from tandem.node.setup import (
     block_window,
+    has_deadlines,
     load,
     measures_steps,
     size_pool,
@@ -118,7 +119,7 @@ class NodeProcess:
     """Everything of one node. The constructor loads and binds, `serve` blocks."""
 
     def __init__(self, options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> None:
-        self._compilations = CompilationCounter(torch.cuda.is_available())
+        self._compilations = CompilationCounter()
         self.launcher = LauncherPipe(options.ready_fd)
         self.keys = load_cluster_keys(options.cluster_secret_file, options.host)
         self.ranks = start_ranks(options)
@@ -131,7 +132,7 @@ class NodeProcess:
         self.loaded = with_length_that_fits(loaded, options, num_usable)
         key = NodeKey(options.node_id or f"{options.role}-{secrets.token_hex(3)}", secrets.randbits(64))
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._clock, self._board = make_clock(options.role, options.scheduler.tpot_target_ms > 0), LoopBoard()
+        self._clock, self._board = make_clock(options.role, has_deadlines(options)), LoopBoard()
         self._diary = NodeDiary(options, key.node_id)
 
         self.transports = NodeTransports(transports_of(options, self.loaded, self.keys), options.transport)

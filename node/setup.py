@@ -77,16 +77,20 @@ def with_device_defaults(options: NodeOptions, device: torch.device) -> NodeOpti
         itl_max_ms = itl_max_ms or DECODE_ITL_MAX_MS
     if itl_max_ms or given.tpot_target_ms:
         prompt_budget = 0  # steps are bounded by their time instead
-    cuts_prompts = options.role == "prefill" or given.tpot_target_ms
     scheduler = replace(
         given,
         max_num_seqs=given.max_num_seqs or (256 if on_gpu else 64),
         max_num_batched_tokens=given.max_num_batched_tokens or (8192 if on_gpu else 2048),
-        contended_prefill_chunk=given.contended_prefill_chunk or (2048 if cuts_prompts else 0),
+        contended_prefill_chunk=given.contended_prefill_chunk or (2048 if has_deadlines(options) else 0),
         itl_max_ms=itl_max_ms,
         decode_prompt_budget=given.decode_prompt_budget or prompt_budget,
     )
     return replace(options, scheduler=scheduler)
+
+
+def has_deadlines(options: NodeOptions) -> bool:
+    """Whether prompts go by deadlines on such a node."""
+    return options.role == "prefill" or options.scheduler.tpot_target_ms > 0
 
 
 def measures_steps(options: NodeOptions, device: torch.device) -> bool:

@@ -6,19 +6,20 @@ import logging
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 
 class CompilationCounter:
     """Counts from its creation on, in the whole process. `warn_from_now`: each further one is logged by name and
-    shows in `num_late`."""
+    shows in `num_late`. Without a GPU no kernel is made, and Triton isn't imported for it."""
 
-    def __init__(self, has_gpu: bool = True) -> None:
-        """`has_gpu`: without one no kernel is made, and Triton isn't imported for it."""
+    def __init__(self) -> None:
         self.num_total = 0
         self.num_late = 0
         self._late = False
-        if has_gpu and find_spec("triton") is not None:
+        if torch.cuda.is_available() and find_spec("triton") is not None:
             from triton import knobs
 
             self._next = knobs.runtime.jit_cache_hook
