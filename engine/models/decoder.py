@@ -31,6 +31,7 @@ from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.products import few_rows
 from tandem.kernels.products.adapter_rows import AdapterStack
+from tandem.kernels.products.adapters import added
 from tandem.kernels.products.matmul import linear
 from tandem.kernels.products.rotary_attention import WantedTokens
 
@@ -152,6 +153,8 @@ class DecoderModel(nn.Module):
         for index, layer in enumerate(self.layers[:-1]):
             self._tap(index, x_TE, residual_TE)
             x_TE, residual_TE = layer(x_TE, residual_TE, positions_T, cos_sin)
+            if self.guess_head is not None:
+                x_TE = added(x_TE)
         self._tap(len(self.layers) - 1, x_TE, residual_TE)
         if self.guess_head is not None and len(self.layers) in self.guess_head.taps.layers:
             every_TE: torch.Tensor = self.norm(*self.layers[-1](x_TE, residual_TE, positions_T, cos_sin))
@@ -159,8 +162,7 @@ class DecoderModel(nn.Module):
             return every_TE if wanted is None else every_TE[wanted.index]
         if get_forward_context().adapters is not None and wanted is not None:  # their tiles are of all rows
             x_TE, residual_TE = self.layers[-1](x_TE, residual_TE, positions_T, cos_sin)
-            assert x_TE is not None
-            x_TE, residual_TE = x_TE[wanted.index], residual_TE[wanted.index]
+            x_TE, residual_TE = added(x_TE)[wanted.index], residual_TE[wanted.index]
         else:
             x_TE, residual_TE = self.layers[-1](x_TE, residual_TE, positions_T, cos_sin, wanted)
         hidden: torch.Tensor = self.norm(x_TE, residual_TE)

@@ -53,6 +53,16 @@ class AdapterStack:
         return self.b.shape[2]
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptedProduct:
+    """A product [T, N] to which low B^T is still to be added; `low` as `shrink` makes it."""
+
+    out: torch.Tensor
+    low: torch.Tensor
+    stack: AdapterStack
+    rows: AdapterRows
+
+
 def padded_rank(rank: int) -> int:
     """R of a stack whose adapters have at most `rank`."""
     return max(LEAST_RANK, 1 << (rank - 1).bit_length())

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) of many kinds in one batch: out += x A^T B^T, each row by its own adapter.
 
-Letters as in adapter_rows.py. `expand` goes after the product that both belong to; `shrink` before it or, where the
-product lets it, beside it: `linear_and_low`. On GPUs by kernels of kernels/triton_kernels/products/, else by the eager
-twins below, which are also what tests compare with.
+Letters as in adapter_rows.py. `expand` goes after the product that both belong to, or into what comes behind it, where
+that takes an AdaptedProduct; `shrink` before it or, where the product lets it, beside it: `linear_and_low`. On GPUs by
+kernels of kernels/triton_kernels/products/, else by the eager twins below, which are also what tests compare with.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import torch
 
 from tandem.kernels.products import matmul
-from tandem.kernels.products.adapter_rows import AdapterRows, AdapterStack
+from tandem.kernels.products.adapter_rows import AdaptedProduct, AdapterRows, AdapterStack
 from tandem.kernels.products.fused_ops import is_fused, silu_mul
 from tandem.kernels.products.quantised_weight import QuantisedWeight
+
+# Of registers: 32 of 512 threads each; 64 of 128 for the keys and values of one head of 128.
+MOST_WORDS_OF_NORM, MOST_RANK_OF_ROTATION = 1 << 16, 64
 
 
 def linear_and_low(
@@ -50,6 +53,29 @@ def expand(out_TN: torch.Tensor, low: torch.Tensor, stack: AdapterStack, rows: A
         expand_triton(out_TN, low, stack, rows)
     else:
         expand_eager(out_TN, low, stack, rows)
+
+
+def added(product: torch.Tensor | AdaptedProduct) -> torch.Tensor:
+    """The product with its adapters added, in place."""
+    if isinstance(product, AdaptedProduct):
+        expand(product.out, product.low, product.stack, product.rows)
+        return product.out
+    return product
+
+
+def norm_adds(product: AdaptedProduct) -> bool:
+    """Whether `add_rms_norm` adds such adapters itself: a program of it holds B of all outputs."""
+    words = (1 << (product.out.shape[1] - 1).bit_length()) * product.stack.rank
+    return _are_decode_rows(product) and words <= MOST_WORDS_OF_NORM
+
+
+def rotation_adds(product: AdaptedProduct) -> bool:
+    """Whether `rope_and_store` adds such adapters itself."""
+    return _are_decode_rows(product) and product.stack.rank <= MOST_RANK_OF_ROTATION
+
+
+def _are_decode_rows(product: AdaptedProduct) -> bool:
+    return product.rows.tiles is None and is_fused(product.out)
 
 
 def expand_silu_mul(

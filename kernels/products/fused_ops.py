@@ -17,6 +17,8 @@ from importlib.util import find_spec
 import torch
 from torch.nn import functional
 
+from tandem.kernels.products.adapter_rows import AdaptedProduct
+
 
 @cache
 def _has_triton() -> bool:
@@ -60,8 +62,14 @@ def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Te
     return weight_E * normed.to(x_TE.dtype)
 
 
-def add_rms_norm(x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
-    """residual += x in place, in its dtype; returns the sum normalised."""
+def add_rms_norm(
+    x_TE: torch.Tensor | AdaptedProduct, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """residual += x in place, in its dtype; returns the sum normalised. Of adapters those that `norm_adds` names."""
+    if isinstance(x_TE, AdaptedProduct):
+        from tandem.kernels.triton_kernels.products.fused import rms_norm_triton
+
+        return rms_norm_triton(x_TE.out, residual_TE, weight_E, eps, adapted=x_TE)
     if is_fused(x_TE):
         from tandem.kernels.triton_kernels.products.fused import rms_norm_triton
 
@@ -109,7 +117,7 @@ class CacheSlots:
 
 
 def rope_and_store(
-    qkv_TC: torch.Tensor,
+    qkv_TC: torch.Tensor | AdaptedProduct,
     position_T: torch.Tensor,
     cos_sin_PD: torch.Tensor,
     num_heads: int,
@@ -117,12 +125,15 @@ def rope_and_store(
     norms: HeadNorms | None = None,
     slots: CacheSlots | None = None,
 ) -> None:
-    """Rotates queries and keys inside `qkv_TC` in place (NeoX halves) and stores keys and values. CUDA only.
+    """Rotates queries and keys inside `qkv_TC` in place (NeoX halves) and stores keys and values. CUDA only. Of
+    adapters it adds those that `rotation_adds` names.
 
     `cos_sin_PD` fp32: row p holds cos, then sin of position p's D / 2 angles. Raises ValueError elsewhere.
     """
-    from tandem.kernels.triton_kernels.products.fused import rope_and_store_triton
+    from tandem.kernels.triton_kernels.products.rotation import rope_and_store_triton
 
+    adapted = qkv_TC if isinstance(qkv_TC, AdaptedProduct) else None
+    qkv_TC = qkv_TC.out if isinstance(qkv_TC, AdaptedProduct) else qkv_TC
     if not is_fused(qkv_TC):
         raise ValueError(f"rope_and_store needs Triton and a CUDA tensor, not {qkv_TC.device}: use rotate_heads")
     rope_and_store_triton(
@@ -130,6 +141,7 @@ def rope_and_store(
         None if norms is None else (norms.q_weight, norms.k_weight, norms.eps),
         None if slots is None else (slots.key_cache, slots.value_cache, slots.slot_mapping),
         None if slots is None else slots.scales,
+        adapted,
     )  # fmt: skip
 
 
@@ -168,7 +180,7 @@ def _rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -
 def argmax_tokens(logits_RV: torch.Tensor) -> torch.Tensor:
     """int64 [R]: the most likely token of each row, the lowest id of equals."""
     if is_fused(logits_RV):
-        from tandem.kernels.triton_kernels.products.fused import argmax_triton
+        from tandem.kernels.triton_kernels.sampling.argmax import argmax_triton
 
         return argmax_triton(logits_RV)
     return logits_RV.argmax(dim=-1)

@@ -16,6 +16,8 @@ from tandem.kernels.api.unified_attention import unified_attention
 from tandem.kernels.backends.triton import TritonImpl
 from tandem.kernels.blocks.quantization import overflow_counter, scale_tensor
 from tandem.kernels.products import few_rows_attention
+from tandem.kernels.products.adapter_rows import AdaptedProduct
+from tandem.kernels.products.adapters import added, rotation_adds
 from tandem.kernels.products.fused_ops import CacheSlots, HeadNorms, is_fused, rope_and_store, rotate_heads
 
 
@@ -45,16 +47,19 @@ class WantedTokens:
 
 
 def rotary_attention(
-    qkv_TC: torch.Tensor,
+    product_TC: torch.Tensor | AdaptedProduct,
     position_T: torch.Tensor,
     cos_sin_PD: torch.Tensor,
     layer_name: str,
     norms: HeadNorms | None = None,
 ) -> torch.Tensor:
-    """[T, H * D]. `qkv_TC` is overwritten. Hooks run as in `unified_attention`."""
+    """[T, H * D]. The product is overwritten. Hooks run as in `unified_attention`."""
     layer = get_forward_context().layer(layer_name)
     heads, kv_heads, size = layer.spec.num_heads, layer.spec.num_kv_heads, layer.spec.head_size
-    if _is_one_launch(layer, qkv_TC, layer_name):
+    if isinstance(product_TC, AdaptedProduct) and not _rotation_adds(product_TC, layer, layer_name):
+        product_TC = added(product_TC)
+    qkv_TC = product_TC.out if isinstance(product_TC, AdaptedProduct) else product_TC
+    if isinstance(product_TC, torch.Tensor) and _is_one_launch(layer, qkv_TC, layer_name):
         slots, metadata = _slots_of(layer, layer_name), get_forward_context().metadata_of(layer_name)
         assert slots is not None
         tables, lengths = metadata.block_tables, metadata.seq_lens
@@ -65,7 +70,7 @@ def rotary_attention(
     if not _stores_here(layer, qkv_TC):
         query, key, value = rotate_heads(qkv_TC, position_T, cos_sin_PD, heads, kv_heads, norms)
         return unified_attention(query, key, value, layer_name).view(-1, heads * size)
-    rope_and_store(qkv_TC, position_T, cos_sin_PD, heads, kv_heads, norms, _slots_of(layer, layer_name))
+    rope_and_store(product_TC, position_T, cos_sin_PD, heads, kv_heads, norms, _slots_of(layer, layer_name))
     query, key, value = qkv_TC.view(-1, heads + 2 * kv_heads, size).split((heads, kv_heads, kv_heads), dim=1)
     return unified_attention(query, key, value, layer_name, kv_is_stored=True).view(-1, heads * size)
 
@@ -126,6 +131,12 @@ def rotary_store(
         layer.store(key, value, cache, metadata)
     if context.hooks is not None:
         context.hooks.save_kv_layer(layer_name, cache, metadata)
+
+
+def _rotation_adds(product_TC: AdaptedProduct, layer: Attention, layer_name: str) -> bool:
+    """Whether the rotation adds this product's adapters: in a launch of its own, as of more than a few rows."""
+    qkv_TC = product_TC.out
+    return rotation_adds(product_TC) and _stores_here(layer, qkv_TC) and not _is_one_launch(layer, qkv_TC, layer_name)
 
 
 def _is_one_launch(layer: Attention, qkv_TC: torch.Tensor, layer_name: str) -> bool:

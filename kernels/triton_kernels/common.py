@@ -30,6 +30,20 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def start(PDL: tl.constexpr):
+    """The first half of `begin`, for a kernel that first loads what the one before it doesn't write."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """The second half of `begin`."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
 def begin_late(PDL: tl.constexpr):
     """Does what `begin` does, but later kernels start only once this one has waited: what lies before it on the stream
     is complete for all that follow, even before they wait."""

@@ -27,6 +27,7 @@ from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.native import NativeBackend, NativeImpl, NativeOps
 from tandem.kernels.products import fused_ops
 from tandem.kernels.triton_kernels.products import fused
+from tandem.kernels.triton_kernels.sampling import argmax
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -190,7 +191,7 @@ def fails_when_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Fused operations seem to run on CPU, by their twins. The names put here can't be launched, each once."""
     armed: list[str] = []
 
-    def let_run(name: str, twin: Callable[..., torch.Tensor]) -> None:
+    def let_run(module: ModuleType, name: str, twin: Callable[..., torch.Tensor]) -> None:
         def launch(*arguments: Any) -> torch.Tensor:
             if name in armed:
                 armed.remove(name)
@@ -198,13 +199,14 @@ def fails_when_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             with fused_ops.unfused():
                 return twin(*arguments)
 
-        monkeypatch.setattr(fused, f"{name}_triton", launch)
+        monkeypatch.setattr(module, f"{name}_triton", launch)
 
     def norm(x: torch.Tensor, residual: torch.Tensor | None, *rest: Any) -> torch.Tensor:
         return fused_ops.rms_norm(x, *rest) if residual is None else fused_ops.add_rms_norm(x, residual, *rest)
 
-    for name, twin in (("rms_norm", norm), ("silu_mul", fused_ops.silu_mul), ("argmax", fused_ops.argmax_tokens)):
-        let_run(name, twin)
+    let_run(fused, "rms_norm", norm)
+    let_run(fused, "silu_mul", fused_ops.silu_mul)
+    let_run(argmax, "argmax", fused_ops.argmax_tokens)
     monkeypatch.setattr(fused_ops, "is_fused", lambda tensor: fused_ops.may_fuse())
     return armed
 

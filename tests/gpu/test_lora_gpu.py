@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,17 @@ from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.step_inputs import adapter_rows
 from tandem.engine.scheduling.step import AdapterLoad, SampleRow, ScheduledRow, SchedulerOutput
 from tandem.kernels.products import matmul
-from tandem.kernels.products.adapter_rows import AdapterRows, AdapterStack
-from tandem.kernels.products.adapters import expand, expand_silu_mul, linear_and_low, shrink
-from tandem.kernels.products.fused_ops import rms_norm
+from tandem.kernels.products.adapter_rows import AdaptedProduct, AdapterRows, AdapterStack
+from tandem.kernels.products.adapters import (
+    added,
+    expand,
+    expand_silu_mul,
+    linear_and_low,
+    norm_adds,
+    rotation_adds,
+    shrink,
+)
+from tandem.kernels.products.fused_ops import CacheSlots, add_rms_norm, rope_and_store
 from tandem.kernels.products.matmul import group_gate_up
 from tiny_models import random_prompt, tiny_model
 
@@ -89,6 +98,41 @@ def test_what_a_row_gets_does_not_depend_on_the_rows_beside_it(rank: int) -> Non
     assert torch.equal(made([3] * 5 + [slot % 10 for slot in range(59)])[:5], alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [8, 16])
+def test_a_norm_and_a_rotation_add_what_expand_adds(rank: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(rank)
+    rows = adapter_rows(np.arange(64) % 10, np.ones(64, np.int64), CUDA)
+    assert rows is not None
+    tolerance = {torch.bfloat16: 4e-3, torch.float16: 6e-4}[dtype]
+    x, gain, residual = (torch.randn(*shape, device=CUDA).to(dtype) for shape in ((64, 4096), (4096,), (64, 4096)))
+    table, positions = torch.rand(64, 128, device=CUDA), torch.arange(64, device=CUDA)
+
+    def product_of(parts: tuple[int, ...]) -> tuple[AdaptedProduct, torch.Tensor]:
+        a, b = torch.randn(9, 16 * len(parts), 4096, device=CUDA) / 64, torch.randn(9, sum(parts), 16, device=CUDA) / 4
+        ranks = torch.full((9, len(parts)), rank, dtype=torch.int32, device=CUDA)
+        ranks[4, 0] = 0  # an adapter that leaves a part alone
+        stack = AdapterStack(a.to(dtype), b.to(dtype), ranks, parts)
+        product = AdaptedProduct(
+            torch.randn(64, sum(parts), device=CUDA).to(dtype), shrink(x, stack, rows), stack, rows
+        )
+        return product, added(replace(product, out=product.out.clone()))
+
+    product, whole = product_of((4096,))
+    assert norm_adds(product)
+    stream, twin = residual.clone(), residual.clone()
+    made, expected = add_rms_norm(product, stream, gain, 1e-5), add_rms_norm(whole, twin, gain, 1e-5)
+    assert relative_error(made, expected.double()) < tolerance
+    assert relative_error(stream, twin.double()) < tolerance
+    product, whole = product_of((4096, 1024, 1024))
+    assert rotation_adds(product)
+    pools = torch.zeros(2, 8, 8, 2, 16, 128, device=CUDA, dtype=dtype)
+    for each, pool in ((product, pools[0]), (whole, pools[1])):
+        rope_and_store(each, positions, table, 32, 8, None, CacheSlots(pool[:, :, 0], pool[:, :, 1], 2 * positions))
+    assert relative_error(product.out, whole.double()) < tolerance
+    assert relative_error(pools[0], pools[1].double()) < tolerance
+
+
 @pytest.mark.parametrize("num_adapters", [1, 9])
 def test_graphs_repeat_what_they_made(num_adapters: int) -> None:
     """Products of our own, shrink beside them and expand overlap: the sums are those of kernels that wait."""
@@ -104,23 +148,30 @@ def test_graphs_repeat_what_they_made(num_adapters: int) -> None:
         matmul.can_start_late(x.new_empty(64, size), weight)
         for weight, (_, size, _) in zip(weights, blocks, strict=True)
     )
-    ones = torch.ones(4096, device=CUDA, dtype=torch.bfloat16)
+    ones, residual = torch.ones(4096, device=CUDA, dtype=torch.bfloat16), torch.zeros_like(x)
+    table, positions = torch.rand(64, 128, device=CUDA), torch.arange(64, device=CUDA)
 
     def chain(products: Callable[..., tuple[torch.Tensor, torch.Tensor]], wait: Callable[[], None]) -> torch.Tensor:
-        at = x
+        at: torch.Tensor | AdaptedProduct = x
+        residual.zero_()
         for _ in range(3):
-            for weight, (outputs, _, stack) in zip(weights, blocks, strict=True):
+            for weight, (outputs, size, stack) in zip(weights, blocks, strict=True):
                 wait()
-                at = at if outputs == 4096 and at.shape[1] == 14336 else rms_norm(at[:, :4096].contiguous(), ones, 1e-5)
+                if size == 4096:
+                    at = add_rms_norm(at, residual, ones, 1e-5)
                 wait()
-                out, low = products(at, weight, None, stack, rows)
+                product = AdaptedProduct(*products(at, weight, None, stack, rows), stack, rows)
                 wait()
                 if outputs == 28672:
-                    at = expand_silu_mul(out, low, stack, rows, 8)
+                    at = expand_silu_mul(product.out, product.low, stack, rows, 8)
+                elif outputs == 4096:
+                    assert norm_adds(product)
+                    at = product
                 else:
-                    expand(out, low, stack, rows)
-                    at = out
-        return at
+                    assert rotation_adds(product)
+                    rope_and_store(product, positions, table, 32, 8)
+                    at = product.out[:, :4096].contiguous()
+        return added(at)
 
     def apart(x: torch.Tensor, weight: torch.Tensor, bias: None, stack: AdapterStack, rows: AdapterRows) -> Any:
         low = shrink(x, stack, rows)

@@ -6,10 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.kernels.products.adapter_rows import AdapterRows, AdapterStack, padded_rank, sorted_rows, tiles_of
+from tandem.kernels.products import fused_ops
+from tandem.kernels.products.adapter_rows import (
+    AdaptedProduct,
+    AdapterRows,
+    AdapterStack,
+    padded_rank,
+    sorted_rows,
+    tiles_of,
+)
 from tandem.kernels.products.adapters import expand_eager, expand_silu_mul_eager, shrink_eager
+from tandem.kernels.products.fused_ops import HeadNorms
 from tandem.kernels.products.matmul import group_gate_up
 from tandem.kernels.triton_kernels.products.adapters import expand_silu_mul_triton, expand_triton, shrink_triton
+from tandem.kernels.triton_kernels.products.fused import rms_norm_triton
+from tandem.kernels.triton_kernels.products.rotation import rope_and_store_triton
 
 # Rows without an adapter, adapters of one row and of more than one tile's, rows of one far from each other.
 ADAPTERS = [2, 0, 1, 3, 1, 1, 1, 0, 0, *[3] * 17, *[2] * 2, 0, 0]
@@ -65,6 +76,48 @@ def check_silu(rank: int, group: int, are_prompts: bool) -> None:
     expected = expand_silu_mul_eager(gate_up, shrink_eager(x, stack, rows), stack, rows, group)
     made = expand_silu_mul_triton(gate_up, shrink_triton(x, stack, rows), stack, rows, group)
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("size", "rank"), [(64, 1), (80, 24)])
+def test_a_norm_takes_adapters_in(size: int, rank: int) -> None:
+    torch.manual_seed(rank)
+    stack, rows = stack_of((size,), 48, rank), rows_of(ADAPTERS)
+    x, out, weight = torch.randn(30, 48), torch.randn(30, size + 3)[:, :size], torch.randn(size)
+    stream, twin, whole = torch.randn(30, size), torch.empty(30, size), out.clone()
+    twin.copy_(stream)
+    expand_eager(whole, shrink_eager(x, stack, rows), stack, rows)
+    product = AdaptedProduct(out, shrink_triton(x, stack, rows), stack, rows)
+    made = rms_norm_triton(out, stream, weight, 1e-5, adapted=product)
+    torch.testing.assert_close(made, fused_ops.add_rms_norm(whole, twin, weight, 1e-5), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(stream, twin, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "rank"), [(4, 2, 16, 8), (5, 1, 20, 24), (8, 4, 16, 1)])
+def test_a_rotation_takes_adapters_in(heads: int, kv_heads: int, size: int, rank: int) -> None:
+    torch.manual_seed(rank)
+    parts = (heads * size, kv_heads * size, kv_heads * size)
+    stack, rows, num_tokens = stack_of(parts, 48, rank), rows_of(ADAPTERS), len(ADAPTERS)
+    x, qkv, positions = (
+        torch.randn(num_tokens, 48),
+        torch.randn(num_tokens, sum(parts)),
+        torch.randint(32, (num_tokens,)),
+    )
+    angles = torch.rand(32, size // 2) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    norms = HeadNorms(torch.randn(size), torch.randn(size), 1e-5)
+    whole = qkv.clone()
+    expand_eager(whole, shrink_eager(x, stack, rows), stack, rows)
+    pool, twin = torch.zeros(8, kv_heads, 2, 8, size), torch.zeros(8, kv_heads, 2, 8, size)
+    slots = torch.randperm(64)[:num_tokens]
+    slots[3] = -1
+    product = AdaptedProduct(qkv, shrink_triton(x, stack, rows), stack, rows)
+    of_norms = norms.q_weight, norms.k_weight, norms.eps
+    for at, into, adapted in ((qkv, pool, product), (whole, twin, None)):
+        caches = into[:, :, 0], into[:, :, 1], slots
+        rope_and_store_triton(at, positions, table, heads, kv_heads, of_norms, caches, None, adapted)
+    torch.testing.assert_close(qkv, whole, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(pool, twin, rtol=1e-4, atol=1e-3)
+    assert pool.any()
 
 
 def test_a_rows_sums_do_not_depend_on_the_rows_beside_it() -> None:

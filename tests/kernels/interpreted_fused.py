@@ -13,12 +13,9 @@ from tandem.kernels.reference import paged
 from tandem.kernels.sampling.decode_buffers import DecodeInputs
 from tandem.kernels.sampling.decode_inputs import gather_decode_inputs, store_tokens
 from tandem.kernels.triton_kernels.decode.decode_inputs import gather_decode_inputs_triton, store_tokens_triton
-from tandem.kernels.triton_kernels.products.fused import (
-    argmax_triton,
-    rms_norm_triton,
-    rope_and_store_triton,
-    silu_mul_triton,
-)
+from tandem.kernels.triton_kernels.products.fused import rms_norm_triton, silu_mul_triton
+from tandem.kernels.triton_kernels.products.rotation import rope_and_store_triton
+from tandem.kernels.triton_kernels.sampling.argmax import argmax_triton
 
 EPS = 1e-5
 

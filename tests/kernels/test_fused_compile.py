@@ -17,26 +17,37 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from tandem.kernels.triton_kernels.blocks import digest, move_blocks  # noqa: E402
 from tandem.kernels.triton_kernels.decode import decode_inputs  # noqa: E402
-from tandem.kernels.triton_kernels.products import fused  # noqa: E402
+from tandem.kernels.triton_kernels.products import fused, rotation  # noqa: E402
+from tandem.kernels.triton_kernels.sampling import argmax  # noqa: E402
 
-HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEADS_PAD": 32, "KV_HEADS_PAD": 8, "HEAD_SIZE": 128, "HALF": 64}
+HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEADS": 32, "KV_HEADS": 8, "HEAD_SIZE": 128, "HALF": 64}
 ROPE_TYPES = {
     "qkv": "*bf16", "positions": "*i64", "cos_sin": "*fp32", "q_weight": "*bf16", "k_weight": "*bf16",
     "slot_mapping": "*i64", "k_scale": "*fp32", "v_scale": "*fp32", "overflow": "*i64", "eps": "fp32",
 }  # fmt: skip
 ROPE = {**HEADS, "HALF_PAD": 64, "D_PAD": 128, "BLOCK_SIZE": 64, "HAS_CACHE": True}
+PLAIN = {**dict.fromkeys(("low", "b", "ranks", "order", "slots")), "RANK": 0, "SPLITS": 1, "SPLITS_PAD": 1}
+PLAIN |= {"B_SLOT": 0, "RANK_SLOT": 0}
+ADAPTED_TYPES = {"low": "*fp32", "b": "*bf16", **dict.fromkeys(("ranks", "order", "slots"), "*i32")}
+ADAPTED = {"RANK": 16, "SPLITS": 8, "SPLITS_PAD": 8, "B_SLOT": 41943040, "RANK_SLOT": 384}
+NORM = {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "eps": "fp32"}
 MOVE_TYPES = {"source": "i64", "target": "i64", "pairs": "*i64"}
 MOVE = {"POOL_LAYERS": 32, "PLANES": 2, "PLANE_WORDS": 2048, "SLOT_WORDS": 32, "CHUNK": 2048}
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "add_rms_norm": (
         fused.rms_norm_kernel,
-        {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32"},
-        {"SIZE": 4096, "PADDED": 4096, "HAS_RESIDUAL": True, "ROUNDS": False, "scales": None},
+        {**NORM, "out": "*bf16"},
+        {"SIZE": 4096, "PADDED": 4096, "HAS_RESIDUAL": True, "ROUNDS": False, "scales": None, **PLAIN},
+    ),
+    "add_rms_norm_adapted": (
+        fused.rms_norm_kernel,
+        {**NORM, "out": "*bf16", **ADAPTED_TYPES},
+        {"SIZE": 4096, "PADDED": 4096, "HAS_RESIDUAL": True, "ROUNDS": False, "scales": None, **ADAPTED},
     ),
     "add_rms_norm_rounded": (
         fused.rms_norm_kernel,
-        {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "out": "*fp8e4nv", "scales": "*fp32", "eps": "fp32"},
-        {"SIZE": 4096, "PADDED": 4096, "HAS_RESIDUAL": True, "ROUNDS": True},
+        {**NORM, "out": "*fp8e4nv", "scales": "*fp32"},
+        {"SIZE": 4096, "PADDED": 4096, "HAS_RESIDUAL": True, "ROUNDS": True, **PLAIN},
     ),
     "silu_mul": (
         fused.silu_mul_kernel,
@@ -44,22 +55,27 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {"SIZE": 14336, "BLOCK": 2048, "GROUP": 8},
     ),
     "rope": (
-        fused.rope_and_store_kernel,
+        rotation.rope_and_store_kernel,
         {**ROPE_TYPES, "key_cache": "*bf16", "value_cache": "*bf16"},
-        {**ROPE, "HAS_NORM": True, "IS_FP8": False},
+        {**ROPE, "HAS_NORM": True, "IS_FP8": False, **PLAIN},
+    ),
+    "rope-adapted": (
+        rotation.rope_and_store_kernel,
+        {**ROPE_TYPES, "key_cache": "*bf16", "value_cache": "*bf16", **ADAPTED_TYPES},
+        {**ROPE, "HAS_NORM": True, "IS_FP8": False, **ADAPTED, "HEADS": 4, "KV_HEADS": 4},
     ),
     "rope-fp8": (
-        fused.rope_and_store_kernel,
+        rotation.rope_and_store_kernel,
         {**ROPE_TYPES, "key_cache": "*fp8e4nv", "value_cache": "*fp8e4nv"},
-        {**ROPE, "HAS_NORM": False, "IS_FP8": True},
+        {**ROPE, "HAS_NORM": False, "IS_FP8": True, **PLAIN},
     ),
     "argmax-parts": (
-        fused.argmax_parts_kernel,
+        argmax.argmax_parts_kernel,
         {"logits": "*bf16", "peaks": "*fp32", "places": "*i32"},
         {"MAX_SPLITS": 64, "BLOCK": 2048},
     ),
     "argmax-whole": (
-        fused.argmax_whole_kernel,
+        argmax.argmax_whole_kernel,
         {"peaks": "*fp32", "places": "*i32", "tokens": "*i64"},
         {"MAX_SPLITS": 64},
     ),

@@ -18,6 +18,7 @@ from tandem.engine.models.layers.self_attention import SelfAttention
 from tandem.engine.models.mixture_layer import MixtureOfExperts, StackedExperts
 from tandem.engine.models.stored_layers import empty_weight
 from tandem.engine.parallel.group import TensorParallel
+from tandem.kernels.products.adapter_rows import AdaptedProduct
 from tandem.kernels.products.rotary_attention import WantedTokens
 
 
@@ -50,12 +51,12 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x_TE: torch.Tensor | None,
+        x_TE: torch.Tensor | AdaptedProduct | None,
         residual_TE: torch.Tensor,
         positions_T: torch.Tensor,
         cos_sin: torch.Tensor,
         wanted: WantedTokens | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | AdaptedProduct, torch.Tensor]:
         """(what is still to be added to the residual stream, the stream). With `wanted`, only those tokens."""
         summands = (residual_TE,) if x_TE is None else (x_TE, residual_TE)
         if wanted is None:
@@ -66,8 +67,9 @@ class DecoderLayer(nn.Module):
             residual_TE = residual_TE[wanted.index]
         product = self.mlp.gate_up_proj if isinstance(self.mlp, MLP) else None
         normed = self.post_attention_layernorm.before(product, attended, residual_TE)
-        added: torch.Tensor = self.mlp(normed)
-        return added, residual_TE
+        out: torch.Tensor | AdaptedProduct
+        out = self.mlp.product(normed) if isinstance(self.mlp, MLP) else self.mlp(normed)
+        return out, residual_TE
 
     def store(self, residual_TE: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor) -> None:
         """Stores what the cache keeps of tokens with this input, and computes nothing else."""

@@ -8,7 +8,8 @@ from torch import nn
 from tandem.engine.models.layers.basic import Linear
 from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.products import few_rows
-from tandem.kernels.products.adapters import expand_silu_mul, linear_and_low
+from tandem.kernels.products.adapter_rows import AdaptedProduct
+from tandem.kernels.products.adapters import added, expand_silu_mul, linear_and_low
 from tandem.kernels.products.fused_ops import silu_mul
 from tandem.kernels.products.matmul import group_gate_up, linear_silu_mul
 from tandem.kernels.products.matmul_plans import GATE_UP_GROUP
@@ -37,6 +38,10 @@ class MLP(nn.Module):
         self.is_grouped = True
 
     def forward(self, x_TE: torch.Tensor | RoundedRows) -> torch.Tensor:
+        return added(self.product(x_TE))
+
+    def product(self, x_TE: torch.Tensor | RoundedRows) -> torch.Tensor | AdaptedProduct:
+        """`forward` for who adds the adapters of the last product itself, or has them `added`."""
         both, group = self.gate_up_proj, GATE_UP_GROUP if self.is_grouped else 0
         if both.adapters is not None and (rows := get_forward_context().adapters) is not None:
             assert isinstance(x_TE, torch.Tensor)
@@ -46,8 +51,7 @@ class MLP(nn.Module):
             activated = linear_silu_mul(x_TE, both.matrix)
         else:
             activated = silu_mul(both(x_TE))
-        out: torch.Tensor = self.down_proj(activated)
-        return out
+        return self.down_proj.product(activated)
 
     def forward_few_rows(self, residual_RE: torch.Tensor, gain_E: torch.Tensor, eps: float) -> None:
         """residual += MLP of the normalised residual, in two launches."""

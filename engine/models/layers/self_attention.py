@@ -13,6 +13,7 @@ from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.models.layers.basic import Linear, RMSNorm
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.products import few_rows
+from tandem.kernels.products.adapter_rows import AdaptedProduct
 from tandem.kernels.products.fused_ops import HeadNorms
 from tandem.kernels.products.quantised import RoundedRows
 from tandem.kernels.products.rotary_attention import (
@@ -55,14 +56,15 @@ class SelfAttention(nn.Module):
 
     def forward(
         self, x_TE: torch.Tensor | RoundedRows, positions_T: torch.Tensor, cos_sin: torch.Tensor
-    ) -> torch.Tensor:
-        qkv_TC = self.qkv_proj(x_TE)
+    ) -> torch.Tensor | AdaptedProduct:
+        """Attention's output [T, E], whose adapters whoever takes it has to add."""
+        qkv_TC = self.qkv_proj.product(x_TE)
         if torch.compiler.is_compiling():
+            assert isinstance(qkv_TC, torch.Tensor)
             out = traced_rotary_attention(qkv_TC, positions_T, cos_sin, self.attention, self._head_norms())
         else:
             out = rotary_attention(qkv_TC, positions_T, cos_sin, self.layer_name, self._head_norms())
-        projected: torch.Tensor = self.o_proj(out)
-        return projected
+        return self.o_proj.product(out)
 
     def forward_few_rows(
         self, residual_RE: torch.Tensor, norm: RMSNorm, positions_R: torch.Tensor, cos_sin: torch.Tensor

@@ -1,4 +1,4 @@
-"""Products with adapters of decode rows: kernels without tensor cores, places with matrices of their own.
+"""Products with adapters of decode rows, places with matrices of their own.
 
 T rows, K inputs, N outputs, R rank (padded), P parts (merged projections, each with an A of its own), L = P * R lanes,
 S splits of K. Rows stand sorted by adapter, as in Punica's SGMV (arXiv 2310.18547); a place is a row's place in that
@@ -14,19 +14,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.kernels.triton_kernels.common import dot, start, wait
 
-@triton.jit
-def _start(PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def _wait(PDL: tl.constexpr):
-    if PDL:
-        gdc_wait()
+NO_SLOT: tl.constexpr = tl.constexpr(1 << 30)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -52,7 +43,7 @@ def shrink_rows_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (ceil(T / PLACES), L / CHUNK, S): one split's share of x A^T for some places and lanes."""
-    _start(PDL)
+    start(PDL)
     places = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     split = tl.program_id(2)
     slot = tl.load(slots + places, places < num_rows, 0).to(tl.int64)
@@ -64,7 +55,7 @@ def shrink_rows_kernel(
     columns = split * BLOCK_K + tl.arange(0, BLOCK_K)
     block = tl.load(matrix + columns[None, None, :], wanted & (columns < SIZE)[None, None, :], 0.0)
     if not BESIDE:
-        _wait(PDL)
+        wait(PDL)
     total = tl.zeros([PLACES, CHUNK, BLOCK_K // 8], tl.float32)  # each of what one thread loads at once
     at, has_rank = x + (rows * x_row)[:, None], (rank > 0)[:, None]
     for _ in range(split * BLOCK_K, SIZE, SPLITS * BLOCK_K):
@@ -80,18 +71,18 @@ def shrink_rows_kernel(
         last = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2) - 1
         program = (split * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
         if program == last:
-            _wait(PDL)
+            wait(PDL)
 
 
 @triton.jit
-def _rows_of_b(b, slot, rank, outputs, inside, b_slot, RANK: tl.constexpr):
+def rows_of_b(b, slot, rank, outputs, inside, b_slot, RANK: tl.constexpr):
     """B [places, outputs, RANK] of the slots' adapters; zeros where there is none."""
     at = b + ((slot - 1) * b_slot)[:, None, None] + (outputs * RANK)[None, :, None] + tl.arange(0, RANK)[None, None, :]
     return tl.load(at, (rank > 0)[:, None, None] & inside[None, :, None], 0.0)
 
 
 @triton.jit
-def _sum_of(
+def sum_of(
     low, places, part, rank, num_rows,
     LANES: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +94,7 @@ def _sum_of(
 
 
 @triton.jit
-def _times(matrix, low):
+def times(matrix, low):
     """[places, outputs]: low B^T."""
     return tl.sum(matrix.to(tl.float32) * low[:, None, :], 2)
 
@@ -147,59 +138,35 @@ def expand_rows_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (ceil(T / PLACES), blocks of outputs): out += low B^T. No block crosses parts."""
-    _start(PDL)
+    start(PDL)
     places, block = tl.program_id(0) * PLACES + tl.arange(0, PLACES), tl.program_id(1)
     slot = tl.load(slots + places, places < num_rows, 0).to(tl.int64)
     rows = tl.load(order + places, places < num_rows, 0).to(tl.int64)
     part, outputs, stop = part_of(block, START_1, START_2, SIZE, FIRST_1, FIRST_2, BLOCK_N)
     rank = tl.load(ranks + (slot - 1) * rank_slot + part, slot > 0, 0)
-    matrix = _rows_of_b(b, slot, rank, outputs, outputs < stop, b_slot, RANK)
-    _wait(PDL)
+    matrix = rows_of_b(b, slot, rank, outputs, outputs < stop, b_slot, RANK)
+    wait(PDL)
     at, mask = out + (rows * out_row)[:, None] + outputs[None, :], (rank > 0)[:, None] & (outputs < stop)[None, :]
     old = tl.load(at, mask, 0.0).to(tl.float32)
-    added = _times(matrix, _sum_of(low, places, part, rank, num_rows, LANES, RANK, SPLITS, SPLITS_PAD))
+    added = times(matrix, sum_of(low, places, part, rank, num_rows, LANES, RANK, SPLITS, SPLITS_PAD))
     tl.store(at, (old + added).to(out.dtype.element_ty), mask)
 
 
 @triton.jit
-def _mask_of(places, stop, columns, SIZE: tl.constexpr):
-    return (places < stop)[:, None] & (columns < SIZE)[None, :]
+def _gate_and_up(b, ranks, slot, columns, b_slot, rank_slot, SIZE: tl.constexpr, RANK: tl.constexpr):
+    """B of gate and of up [outputs, RANK] of the adapter in a slot; zeros where there is none."""
+    gate_rank = tl.load(ranks + (slot - 1) * rank_slot, (slot > 0) & (slot < NO_SLOT), 0)
+    up_rank = tl.load(ranks + (slot - 1) * rank_slot + 1, (slot > 0) & (slot < NO_SLOT), 0)
+    at = b + (slot - 1) * b_slot + (columns * RANK)[:, None] + tl.arange(0, RANK)[None, :]
+    inside = (columns < SIZE)[:, None]
+    of_gate = tl.load(at, (gate_rank > 0) & inside, 0.0)
+    return of_gate, tl.load(at + SIZE * RANK, (up_rank > 0) & inside, 0.0)
 
 
 @triton.jit
-def _load_gate_up(gate_up, rows, places, stop, columns, row, SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """Gate and up of some rows and columns."""
-    mask = _mask_of(places, stop, columns, SIZE)
-    at = gate_up + (rows * row)[:, None] + (columns // GROUP * (2 * GROUP) + columns % GROUP)[None, :]
-    return tl.load(at, mask, 0.0), tl.load(at + GROUP, mask, 0.0)
-
-
-@triton.jit
-def _store_silu(out, gate, up, gate_added, up_added, rows, places, stop, columns, SIZE: tl.constexpr):
-    """Stores silu(gate + added) * (up + added)."""
-    mask = _mask_of(places, stop, columns, SIZE)
-    gate, up = gate.to(tl.float32) + gate_added, up.to(tl.float32) + up_added
-    activated = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + (rows * SIZE)[:, None] + columns[None, :], activated.to(out.dtype.element_ty), mask)
-
-
-@triton.jit
-def _gate_and_up(
-    b, ranks, slots, places, stop, columns, b_slot, rank_slot, SIZE: tl.constexpr, RANK: tl.constexpr
-):  # fmt: skip
-    """B of gate and of up of the adapters of some places."""
-    slot = tl.load(slots + places, places < stop, 0).to(tl.int64)
-    gate_rank = tl.load(ranks + (slot - 1) * rank_slot, slot > 0, 0)
-    up_rank = tl.load(ranks + (slot - 1) * rank_slot + 1, slot > 0, 0)
-    of_gate = _rows_of_b(b, slot, gate_rank, columns, columns < SIZE, b_slot, RANK)
-    return of_gate, _rows_of_b(b, slot, up_rank, SIZE + columns, columns < SIZE, b_slot, RANK)
-
-
-@triton.jit
-def _some(low, index, PLACES: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr):
-    """[PLACES, RANK] of [TILE, RANK]: those of number `index`."""
-    by_number = low.reshape(TILE // PLACES, PLACES, RANK)
-    return tl.sum(tl.where((tl.arange(0, TILE // PLACES) == index)[:, None, None], by_number, 0.0), 0)
+def _next_slot(slot, last):
+    """The smallest above the last; NO_SLOT: there is none."""
+    return tl.min(tl.where(slot > last, slot, NO_SLOT), 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -220,47 +187,35 @@ def expand_silu_rows_kernel(
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
-    PLACES: tl.constexpr,
-    TILE: tl.constexpr,  # places of a program; a multiple of PLACES
+    TILE: tl.constexpr,  # places of a program
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (ceil(T / TILE), ceil(SIZE / BLOCK_N)): silu(gate + low B^T) * (up + low B^T), for rows without an adapter,
-    too. All places at once where they take one adapter, whose matrix is read once; else PLACES after PLACES, the next
-    ones' matrices on their way."""
-    _start(PDL)
-    first, columns = tl.program_id(0) * TILE, tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    stop, tile = tl.minimum(first + TILE, num_rows), first + tl.arange(0, TILE)
-    slot = tl.load(slots + tile, tile < stop, 0).to(tl.int64)
+    too. Adapter after adapter of the tile's, the next one's matrices on their way, is multiplied by the low rows of all
+    places, by tensor cores, and kept where it belongs: what a place gets doesn't depend on the others."""
+    start(PDL)
+    place, columns = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, mask = place < num_rows, (place < num_rows)[:, None] & (columns < SIZE)[None, :]
+    slot = tl.load(slots + place, is_row, 0).to(tl.int64)
+    rows = tl.load(order + place, is_row, 0).to(tl.int64)
     gate_rank = tl.load(ranks + (slot - 1) * rank_slot, slot > 0, 0)
     up_rank = tl.load(ranks + (slot - 1) * rank_slot + 1, slot > 0, 0)
-    if tl.load(slots + first) == tl.load(slots + stop - 1):  # they stand sorted
-        one = first + tl.arange(0, 1)
-        gate_of_all, up_of_all = _gate_and_up(b, ranks, slots, one, stop, columns, b_slot, rank_slot, SIZE, RANK)
-        rows = tl.load(order + tile, tile < stop, 0).to(tl.int64)
-        _wait(PDL)
-        gate, up = _load_gate_up(gate_up, rows, tile, stop, columns, row, SIZE, GROUP)
-        gate_low = _sum_of(low, tile, 0, gate_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
-        up_low = _sum_of(low, tile, 1, up_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
-        gate_added, up_added = _times(gate_of_all, gate_low), _times(up_of_all, up_low)
-        _store_silu(out, gate, up, gate_added, up_added, rows, tile, stop, columns, SIZE)
-    else:
-        places = first + tl.arange(0, PLACES)
-        of_gate, of_up = _gate_and_up(b, ranks, slots, places, stop, columns, b_slot, rank_slot, SIZE, RANK)
-        some = tl.load(order + places, places < stop, 0).to(tl.int64)
-        _wait(PDL)
-        some_gate, some_up = _load_gate_up(gate_up, some, places, stop, columns, row, SIZE, GROUP)
-        low_of_gate = _sum_of(low, tile, 0, gate_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
-        low_of_up = _sum_of(low, tile, 1, up_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD)
-        for index in range(TILE // PLACES):
-            after = places + PLACES
-            next_of_gate, next_of_up = _gate_and_up(
-                b, ranks, slots, after, stop, columns, b_slot, rank_slot, SIZE, RANK
-            )
-            following = tl.load(order + after, after < stop, 0).to(tl.int64)
-            next_gate, next_up = _load_gate_up(gate_up, following, after, stop, columns, row, SIZE, GROUP)
-            added_to_gate = _times(of_gate, _some(low_of_gate, index, PLACES, TILE, RANK))
-            added_to_up = _times(of_up, _some(low_of_up, index, PLACES, TILE, RANK))
-            _store_silu(out, some_gate, some_up, added_to_gate, added_to_up, some, places, stop, columns, SIZE)
-            of_gate, of_up, some_gate, some_up = next_of_gate, next_of_up, next_gate, next_up
-            places, some = after, following
+    current = _next_slot(slot, 0)
+    of_gate, of_up = _gate_and_up(b, ranks, current, columns, b_slot, rank_slot, SIZE, RANK)
+    wait(PDL)
+    at = gate_up + (rows * row)[:, None] + (columns // GROUP * (2 * GROUP) + columns % GROUP)[None, :]
+    gate, up = tl.load(at, mask, 0.0), tl.load(at + GROUP, mask, 0.0)
+    gate_low = sum_of(low, place, 0, gate_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD).to(b.dtype.element_ty)
+    up_low = sum_of(low, place, 1, up_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD).to(b.dtype.element_ty)
+    gate_added, up_added = tl.zeros([BLOCK_N, TILE], tl.float32), tl.zeros([BLOCK_N, TILE], tl.float32)
+    while current < NO_SLOT:
+        following = _next_slot(slot, current)
+        next_of_gate, next_of_up = _gate_and_up(b, ranks, following, columns, b_slot, rank_slot, SIZE, RANK)
+        is_its = (slot == current)[None, :]
+        gate_added = tl.where(is_its, dot(of_gate, tl.trans(gate_low)), gate_added)
+        up_added = tl.where(is_its, dot(of_up, tl.trans(up_low)), up_added)
+        current, of_gate, of_up = following, next_of_gate, next_of_up
+    gate, up = gate.to(tl.float32) + tl.trans(gate_added), up.to(tl.float32) + tl.trans(up_added)
+    activated = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + (rows * SIZE)[:, None] + columns[None, :], activated.to(out.dtype.element_ty), mask)
