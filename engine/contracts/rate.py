@@ -15,7 +15,8 @@ STRETCH = 1.25
 # Late prompts go in the order of arrival time, or of deadline, plus this many times their remaining work, in seconds; a
 # guess.
 LATE_STRETCH = 8.0
-# What is aimed at, as a share of a target for each token: clients also count the time on the network; a guess.
+# What is aimed at, as a share of a target for each token: clients also count the time on the network;
+# docs/measurements.md#elastic-placement-at-tight-targets.
 AIMED_AT = 0.95
 
 

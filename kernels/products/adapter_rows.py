@@ -54,7 +54,7 @@ class AdapterStack:
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptedProduct:
+class UnaddedProduct:
     """A product [T, N] to which low B^T is still to be added; `low` as `shrink` makes it."""
 
     out: torch.Tensor

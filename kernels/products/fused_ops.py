@@ -17,7 +17,7 @@ from importlib.util import find_spec
 import torch
 from torch.nn import functional
 
-from tandem.kernels.products.adapter_rows import AdaptedProduct
+from tandem.kernels.products.adapter_rows import UnaddedProduct
 
 
 @cache
@@ -63,10 +63,10 @@ def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Te
 
 
 def add_rms_norm(
-    x_TE: torch.Tensor | AdaptedProduct, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    x_TE: torch.Tensor | UnaddedProduct, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """residual += x in place, in its dtype; returns the sum normalised. Of adapters those that `norm_adds` names."""
-    if isinstance(x_TE, AdaptedProduct):
+    if isinstance(x_TE, UnaddedProduct):
         from tandem.kernels.triton_kernels.products.fused import rms_norm_triton
 
         return rms_norm_triton(x_TE.out, residual_TE, weight_E, eps, adapted=x_TE)
@@ -117,7 +117,7 @@ class CacheSlots:
 
 
 def rope_and_store(
-    qkv_TC: torch.Tensor | AdaptedProduct,
+    qkv_TC: torch.Tensor | UnaddedProduct,
     position_T: torch.Tensor,
     cos_sin_PD: torch.Tensor,
     num_heads: int,
@@ -132,8 +132,8 @@ def rope_and_store(
     """
     from tandem.kernels.triton_kernels.products.rotation import rope_and_store_triton
 
-    adapted = qkv_TC if isinstance(qkv_TC, AdaptedProduct) else None
-    qkv_TC = qkv_TC.out if isinstance(qkv_TC, AdaptedProduct) else qkv_TC
+    adapted = qkv_TC if isinstance(qkv_TC, UnaddedProduct) else None
+    qkv_TC = qkv_TC.out if isinstance(qkv_TC, UnaddedProduct) else qkv_TC
     if not is_fused(qkv_TC):
         raise ValueError(f"rope_and_store needs Triton and a CUDA tensor, not {qkv_TC.device}: use rotate_heads")
     rope_and_store_triton(

@@ -16,7 +16,7 @@ from tandem.kernels.api.unified_attention import unified_attention
 from tandem.kernels.backends.triton import TritonImpl
 from tandem.kernels.blocks.quantization import overflow_counter, scale_tensor
 from tandem.kernels.products import few_rows_attention
-from tandem.kernels.products.adapter_rows import AdaptedProduct
+from tandem.kernels.products.adapter_rows import UnaddedProduct
 from tandem.kernels.products.adapters import added, rotation_adds
 from tandem.kernels.products.fused_ops import CacheSlots, HeadNorms, is_fused, rope_and_store, rotate_heads
 
@@ -47,7 +47,7 @@ class WantedTokens:
 
 
 def rotary_attention(
-    product_TC: torch.Tensor | AdaptedProduct,
+    product_TC: torch.Tensor | UnaddedProduct,
     position_T: torch.Tensor,
     cos_sin_PD: torch.Tensor,
     layer_name: str,
@@ -56,9 +56,9 @@ def rotary_attention(
     """[T, H * D]. The product is overwritten. Hooks run as in `unified_attention`."""
     layer = get_forward_context().layer(layer_name)
     heads, kv_heads, size = layer.spec.num_heads, layer.spec.num_kv_heads, layer.spec.head_size
-    if isinstance(product_TC, AdaptedProduct) and not _rotation_adds(product_TC, layer, layer_name):
+    if isinstance(product_TC, UnaddedProduct) and not _rotation_adds(product_TC, layer, layer_name):
         product_TC = added(product_TC)
-    qkv_TC = product_TC.out if isinstance(product_TC, AdaptedProduct) else product_TC
+    qkv_TC = product_TC.out if isinstance(product_TC, UnaddedProduct) else product_TC
     if isinstance(product_TC, torch.Tensor) and _is_one_launch(layer, qkv_TC, layer_name):
         slots, metadata = _slots_of(layer, layer_name), get_forward_context().metadata_of(layer_name)
         assert slots is not None
@@ -133,7 +133,7 @@ def rotary_store(
         context.hooks.save_kv_layer(layer_name, cache, metadata)
 
 
-def _rotation_adds(product_TC: AdaptedProduct, layer: Attention, layer_name: str) -> bool:
+def _rotation_adds(product_TC: UnaddedProduct, layer: Attention, layer_name: str) -> bool:
     """Whether the rotation adds this product's adapters: in a launch of its own, as of more than a few rows."""
     qkv_TC = product_TC.out
     return rotation_adds(product_TC) and _stores_here(layer, qkv_TC) and not _is_one_launch(layer, qkv_TC, layer_name)

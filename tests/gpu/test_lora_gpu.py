@@ -24,7 +24,7 @@ from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.step_inputs import adapter_rows
 from tandem.engine.scheduling.step import AdapterLoad, SampleRow, ScheduledRow, SchedulerOutput
 from tandem.kernels.products import matmul
-from tandem.kernels.products.adapter_rows import AdaptedProduct, AdapterRows, AdapterStack
+from tandem.kernels.products.adapter_rows import AdapterRows, AdapterStack, UnaddedProduct
 from tandem.kernels.products.adapters import (
     added,
     expand,
@@ -108,12 +108,12 @@ def test_a_norm_and_a_rotation_add_what_expand_adds(rank: int, dtype: torch.dtyp
     x, gain, residual = (torch.randn(*shape, device=CUDA).to(dtype) for shape in ((64, 4096), (4096,), (64, 4096)))
     table, positions = torch.rand(64, 128, device=CUDA), torch.arange(64, device=CUDA)
 
-    def product_of(parts: tuple[int, ...]) -> tuple[AdaptedProduct, torch.Tensor]:
+    def product_of(parts: tuple[int, ...]) -> tuple[UnaddedProduct, torch.Tensor]:
         a, b = torch.randn(9, 16 * len(parts), 4096, device=CUDA) / 64, torch.randn(9, sum(parts), 16, device=CUDA) / 4
         ranks = torch.full((9, len(parts)), rank, dtype=torch.int32, device=CUDA)
         ranks[4, 0] = 0  # an adapter that leaves a part alone
         stack = AdapterStack(a.to(dtype), b.to(dtype), ranks, parts)
-        product = AdaptedProduct(
+        product = UnaddedProduct(
             torch.randn(64, sum(parts), device=CUDA).to(dtype), shrink(x, stack, rows), stack, rows
         )
         return product, added(replace(product, out=product.out.clone()))
@@ -152,7 +152,7 @@ def test_graphs_repeat_what_they_made(num_adapters: int) -> None:
     table, positions = torch.rand(64, 128, device=CUDA), torch.arange(64, device=CUDA)
 
     def chain(products: Callable[..., tuple[torch.Tensor, torch.Tensor]], wait: Callable[[], None]) -> torch.Tensor:
-        at: torch.Tensor | AdaptedProduct = x
+        at: torch.Tensor | UnaddedProduct = x
         residual.zero_()
         for _ in range(3):
             for weight, (outputs, size, stack) in zip(weights, blocks, strict=True):
@@ -160,7 +160,7 @@ def test_graphs_repeat_what_they_made(num_adapters: int) -> None:
                 if size == 4096:
                     at = add_rms_norm(at, residual, ones, 1e-5)
                 wait()
-                product = AdaptedProduct(*products(at, weight, None, stack, rows), stack, rows)
+                product = UnaddedProduct(*products(at, weight, None, stack, rows), stack, rows)
                 wait()
                 if outputs == 28672:
                     at = expand_silu_mul(product.out, product.low, stack, rows, 8)

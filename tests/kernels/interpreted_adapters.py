@@ -8,9 +8,9 @@ import torch
 
 from tandem.kernels.products import fused_ops
 from tandem.kernels.products.adapter_rows import (
-    AdaptedProduct,
     AdapterRows,
     AdapterStack,
+    UnaddedProduct,
     padded_rank,
     sorted_rows,
     tiles_of,
@@ -18,7 +18,7 @@ from tandem.kernels.products.adapter_rows import (
 from tandem.kernels.products.adapters import expand_eager, expand_silu_mul_eager, shrink_eager
 from tandem.kernels.products.fused_ops import HeadNorms
 from tandem.kernels.products.matmul import group_gate_up
-from tandem.kernels.triton_kernels.products.adapters import expand_silu_mul_triton, expand_triton, shrink_triton
+from tandem.kernels.triton_kernels.adapters.launch import expand_silu_mul_triton, expand_triton, shrink_triton
 from tandem.kernels.triton_kernels.products.fused import rms_norm_triton
 from tandem.kernels.triton_kernels.products.rotation import rope_and_store_triton
 
@@ -86,7 +86,7 @@ def test_a_norm_takes_adapters_in(size: int, rank: int) -> None:
     stream, twin, whole = torch.randn(30, size), torch.empty(30, size), out.clone()
     twin.copy_(stream)
     expand_eager(whole, shrink_eager(x, stack, rows), stack, rows)
-    product = AdaptedProduct(out, shrink_triton(x, stack, rows), stack, rows)
+    product = UnaddedProduct(out, shrink_triton(x, stack, rows), stack, rows)
     made = rms_norm_triton(out, stream, weight, 1e-5, adapted=product)
     torch.testing.assert_close(made, fused_ops.add_rms_norm(whole, twin, weight, 1e-5), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(stream, twin, rtol=1e-4, atol=1e-4)
@@ -110,7 +110,7 @@ def test_a_rotation_takes_adapters_in(heads: int, kv_heads: int, size: int, rank
     pool, twin = torch.zeros(8, kv_heads, 2, 8, size), torch.zeros(8, kv_heads, 2, 8, size)
     slots = torch.randperm(64)[:num_tokens]
     slots[3] = -1
-    product = AdaptedProduct(qkv, shrink_triton(x, stack, rows), stack, rows)
+    product = UnaddedProduct(qkv, shrink_triton(x, stack, rows), stack, rows)
     of_norms = norms.q_weight, norms.k_weight, norms.eps
     for at, into, adapted in ((qkv, pool, product), (whole, twin, None)):
         caches = into[:, :, 0], into[:, :, 1], slots

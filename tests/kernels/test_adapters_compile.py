@@ -15,26 +15,26 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tandem.kernels.triton_kernels.products import adapter_rows, adapter_tiles, adapters  # noqa: E402
+from tandem.kernels.triton_kernels.adapters import launch, rows, tiles  # noqa: E402
 
 INTEGERS = dict.fromkeys(("ranks", "order", "slots", "tiles"), "*i32")
 FLOATS = {"low": "*fp32", **dict.fromkeys(("x", "a", "b", "gate_up", "out"), "*bf16")}
 QKV = {"START_1": 4096, "START_2": 5120, "SIZE": 6144, "FIRST_1": 32, "FIRST_2": 40, "LANES": 48, "RANK": 16}
-BOTH = {"START_1": 14336, "START_2": 28672, "SIZE": 28672, "FIRST_1": 112, "FIRST_2": adapters.NEVER}
+BOTH = {"START_1": 14336, "START_2": 28672, "SIZE": 28672, "FIRST_1": 112, "FIRST_2": launch.NEVER}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "shrink": (adapter_rows.shrink_rows_kernel, {"SIZE": 4096, "LANES": 48, "RANK": 16, "BLOCK_K": adapters.BLOCK_K}),
+    "shrink": (rows.shrink_rows_kernel, {"SIZE": 4096, "LANES": 48, "RANK": 16, "BLOCK_K": launch.BLOCK_K}),
     "shrink-256": (
-        adapter_rows.shrink_rows_kernel,
-        {"SIZE": 14336, "LANES": 256, "RANK": 256, "BLOCK_K": adapters.BLOCK_K},
+        rows.shrink_rows_kernel,
+        {"SIZE": 14336, "LANES": 256, "RANK": 256, "BLOCK_K": launch.BLOCK_K},
     ),
-    "expand": (adapter_rows.expand_rows_kernel, {**QKV, "BLOCK_N": 128}),
-    "expand-256": (adapter_rows.expand_rows_kernel, {**QKV, "LANES": 768, "RANK": 256, "BLOCK_N": 16}),
-    "expand-silu": (adapter_rows.expand_silu_rows_kernel, {"SIZE": 14336, "GROUP": 8, "RANK": 16, "BLOCK_N": 128}),
-    "expand-silu-64": (adapter_rows.expand_silu_rows_kernel, {"SIZE": 14336, "GROUP": 8, "RANK": 64, "BLOCK_N": 32}),
-    "prompts-shrink": (adapter_tiles.shrink_tiles_kernel, {"SIZE": 4096, "LANES": 48, "RANK": 16, "BLOCK_K": 64}),
-    "prompts-expand": (adapter_tiles.expand_tiles_kernel, {**QKV, "GROUP": 0, "BLOCK_N": 128}),
+    "expand": (rows.expand_rows_kernel, {**QKV, "BLOCK_N": 128}),
+    "expand-256": (rows.expand_rows_kernel, {**QKV, "LANES": 768, "RANK": 256, "BLOCK_N": 16}),
+    "expand-silu": (rows.expand_silu_rows_kernel, {"SIZE": 14336, "GROUP": 8, "RANK": 16, "BLOCK_N": 128}),
+    "expand-silu-64": (rows.expand_silu_rows_kernel, {"SIZE": 14336, "GROUP": 8, "RANK": 64, "BLOCK_N": 32}),
+    "prompts-shrink": (tiles.shrink_tiles_kernel, {"SIZE": 4096, "LANES": 48, "RANK": 16, "BLOCK_K": 64}),
+    "prompts-expand": (tiles.expand_tiles_kernel, {**QKV, "GROUP": 0, "BLOCK_N": 128}),
     "prompts-expand-64": (
-        adapter_tiles.expand_tiles_kernel,
+        tiles.expand_tiles_kernel,
         {**BOTH, "GROUP": 8, "LANES": 128, "RANK": 64, "BLOCK_N": 64},
     ),
 }
@@ -55,16 +55,16 @@ LARGE = ("shrink-256", "expand-256", "expand-silu-64", "prompts-expand-64")
 def test_compiles(case: str, capability: int) -> None:
     kernel, fixed = CASES[case]
     takes_tiles = "tiles" in kernel.arg_names
-    splits = adapters.TILE_SPLITS if takes_tiles else adapters.num_splits(fixed.get("LANES", 2 * fixed["RANK"]), 4096)
+    splits = launch.TILE_SPLITS if takes_tiles else launch.num_splits(fixed.get("LANES", 2 * fixed["RANK"]), 4096)
     constants = {
         **fixed,
         "SPLITS": splits,
         "SPLITS_PAD": triton.next_power_of_2(splits),
-        "PLACES": adapters.PLACES,
+        "PLACES": launch.PLACES,
         "BLOCK_M": 64,
-        "TILE": adapters.SILU_TILE,
+        "TILE": launch.SILU_TILE,
     }
-    constants["CHUNK"] = 64 if takes_tiles else adapters.CHUNK
+    constants["CHUNK"] = 64 if takes_tiles else launch.CHUNK
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     constants["PDL"] = capability >= 90
     if "BESIDE" in kernel.arg_names:

@@ -8,7 +8,7 @@ from torch import nn
 from tandem.engine.parallel.group import TensorParallel
 from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.products import quantised
-from tandem.kernels.products.adapter_rows import AdaptedProduct, AdapterStack
+from tandem.kernels.products.adapter_rows import AdapterStack, UnaddedProduct
 from tandem.kernels.products.adapters import added, linear_and_low, norm_adds
 from tandem.kernels.products.fused_ops import add_rms_norm, rms_norm
 from tandem.kernels.products.matmul import linear
@@ -56,12 +56,12 @@ class Linear(nn.Linear):
         """x @ weight^T + bias, plus the adapters of the step's rows."""
         return added(self.product(x_TK))
 
-    def product(self, x_TK: torch.Tensor | RoundedRows) -> torch.Tensor | AdaptedProduct:
+    def product(self, x_TK: torch.Tensor | RoundedRows) -> torch.Tensor | UnaddedProduct:
         """`forward` for who adds the adapters of the step's rows itself, or has them `added`."""
         if self.adapters is None or (rows := get_forward_context().adapters) is None:
             return linear(x_TK, self.matrix, self.bias)
         assert isinstance(x_TK, torch.Tensor)
-        return AdaptedProduct(*linear_and_low(x_TK, self.matrix, self.bias, self.adapters, rows), self.adapters, rows)
+        return UnaddedProduct(*linear_and_low(x_TK, self.matrix, self.bias, self.adapters, rows), self.adapters, rows)
 
 
 class RMSNorm(nn.Module):
@@ -74,18 +74,18 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self._group = group
 
-    def forward(self, x_TE: torch.Tensor | AdaptedProduct, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x_TE: torch.Tensor | UnaddedProduct, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
         """Normalises x, or residual += x (in place) when there is one; in a group x is this rank's part of it."""
         if residual_TE is None:
             return rms_norm(added(x_TE), self.weight, self.eps)
         if self._group is not None:
             return self._group.sum_add_rms_norm(added(x_TE), residual_TE, self.weight, self.eps)
-        if isinstance(x_TE, AdaptedProduct) and not norm_adds(x_TE):
+        if isinstance(x_TE, UnaddedProduct) and not norm_adds(x_TE):
             x_TE = added(x_TE)
         return add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
 
     def before(
-        self, product: Linear | None, x_TE: torch.Tensor | AdaptedProduct, residual_TE: torch.Tensor | None = None
+        self, product: Linear | None, x_TE: torch.Tensor | UnaddedProduct, residual_TE: torch.Tensor | None = None
     ) -> torch.Tensor | RoundedRows:
         """`forward`, rounded as the product would round it."""
         if self._group is None and product is not None and isinstance(x_TE, torch.Tensor) and product.rounds(x_TE):

@@ -18,7 +18,7 @@ from tandem.engine.models.layers.self_attention import SelfAttention
 from tandem.engine.models.mixture_layer import MixtureOfExperts, StackedExperts
 from tandem.engine.models.stored_layers import empty_weight
 from tandem.engine.parallel.group import TensorParallel
-from tandem.kernels.products.adapter_rows import AdaptedProduct
+from tandem.kernels.products.adapter_rows import UnaddedProduct
 from tandem.kernels.products.rotary_attention import WantedTokens
 
 
@@ -51,12 +51,12 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x_TE: torch.Tensor | AdaptedProduct | None,
+        x_TE: torch.Tensor | UnaddedProduct | None,
         residual_TE: torch.Tensor,
         positions_T: torch.Tensor,
         cos_sin: torch.Tensor,
         wanted: WantedTokens | None = None,
-    ) -> tuple[torch.Tensor | AdaptedProduct, torch.Tensor]:
+    ) -> tuple[torch.Tensor | UnaddedProduct, torch.Tensor]:
         """(what is still to be added to the residual stream, the stream). With `wanted`, only those tokens."""
         summands = (residual_TE,) if x_TE is None else (x_TE, residual_TE)
         if wanted is None:
@@ -67,7 +67,7 @@ class DecoderLayer(nn.Module):
             residual_TE = residual_TE[wanted.index]
         product = self.mlp.gate_up_proj if isinstance(self.mlp, MLP) else None
         normed = self.post_attention_layernorm.before(product, attended, residual_TE)
-        out: torch.Tensor | AdaptedProduct
+        out: torch.Tensor | UnaddedProduct
         out = self.mlp.product(normed) if isinstance(self.mlp, MLP) else self.mlp(normed)
         return out, residual_TE
 

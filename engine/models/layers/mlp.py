@@ -8,7 +8,7 @@ from torch import nn
 from tandem.engine.models.layers.basic import Linear
 from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.products import few_rows
-from tandem.kernels.products.adapter_rows import AdaptedProduct
+from tandem.kernels.products.adapter_rows import UnaddedProduct
 from tandem.kernels.products.adapters import added, expand_silu_mul, linear_and_low
 from tandem.kernels.products.fused_ops import silu_mul
 from tandem.kernels.products.matmul import group_gate_up, linear_silu_mul
@@ -40,7 +40,7 @@ class MLP(nn.Module):
     def forward(self, x_TE: torch.Tensor | RoundedRows) -> torch.Tensor:
         return added(self.product(x_TE))
 
-    def product(self, x_TE: torch.Tensor | RoundedRows) -> torch.Tensor | AdaptedProduct:
+    def product(self, x_TE: torch.Tensor | RoundedRows) -> torch.Tensor | UnaddedProduct:
         """`forward` for who adds the adapters of the last product itself, or has them `added`."""
         both, group = self.gate_up_proj, GATE_UP_GROUP if self.is_grouped else 0
         if both.adapters is not None and (rows := get_forward_context().adapters) is not None:

@@ -13,7 +13,7 @@ from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.models.layers.basic import Linear, RMSNorm
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.products import few_rows
-from tandem.kernels.products.adapter_rows import AdaptedProduct
+from tandem.kernels.products.adapter_rows import UnaddedProduct
 from tandem.kernels.products.fused_ops import HeadNorms
 from tandem.kernels.products.quantised import RoundedRows
 from tandem.kernels.products.rotary_attention import (
@@ -56,7 +56,7 @@ class SelfAttention(nn.Module):
 
     def forward(
         self, x_TE: torch.Tensor | RoundedRows, positions_T: torch.Tensor, cos_sin: torch.Tensor
-    ) -> torch.Tensor | AdaptedProduct:
+    ) -> torch.Tensor | UnaddedProduct:
         """Attention's output [T, E], whose adapters whoever takes it has to add."""
         qkv_TC = self.qkv_proj.product(x_TE)
         if torch.compiler.is_compiling():

@@ -10,10 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem.kernels.products.adapter_rows import AdaptedProduct
+from tandem.kernels.products.adapter_rows import UnaddedProduct
+from tandem.kernels.triton_kernels.adapters.rows import arguments_of, rows_of_b, sum_of, times
 from tandem.kernels.triton_kernels.common import begin, overlap, start, wait
-from tandem.kernels.triton_kernels.products.adapter_rows import rows_of_b, sum_of, times
-from tandem.kernels.triton_kernels.products.adapters import arguments_of
 from tandem.kernels.triton_kernels.products.quantise_rows import in_e4m3
 
 
@@ -82,7 +81,7 @@ def rms_norm_triton(
     weight_E: torch.Tensor,
     eps: float,
     scales_T1: torch.Tensor | None = None,
-    adapted: AdaptedProduct | None = None,
+    adapted: UnaddedProduct | None = None,
 ) -> torch.Tensor:
     """With `scales_T1`, fp32, what is returned is in e4m3, and these are its rows' scales. `adapted`: the product of
     which `x_TE` is, if adapters are to be added to it."""

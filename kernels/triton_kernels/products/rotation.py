@@ -9,10 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem.kernels.products.adapter_rows import AdaptedProduct
+from tandem.kernels.products.adapter_rows import UnaddedProduct
+from tandem.kernels.triton_kernels.adapters.rows import arguments_of, rows_of_b, sum_of, times
 from tandem.kernels.triton_kernels.common import begin, overlap, start, wait
-from tandem.kernels.triton_kernels.products.adapter_rows import rows_of_b, sum_of, times
-from tandem.kernels.triton_kernels.products.adapters import NEVER, arguments_of
 
 FP8_LARGEST: tl.constexpr = tl.constexpr(448.0)
 # Words of B for each column of a program's heads, half as many of keys and values: 64 registers of 128 threads.
@@ -196,7 +195,7 @@ def rope_and_store_triton(
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
     caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    adapted: AdaptedProduct | None = None,
+    adapted: UnaddedProduct | None = None,
 ) -> None:
     """`norms`: weights of q and k, epsilon. `caches`: key, value [num_blocks, K, S, D], slot_mapping int64 [T].
     `scales`: k, v fp32 [1], overflow counter int64 [1]; for fp8 caches. `adapted`: the product
@@ -208,7 +207,7 @@ def rope_and_store_triton(
     key_cache, value_cache, slots = caches or (qkv_TC, qkv_TC, position_T)
     strides, block_size = (key_cache.stride()[:3], key_cache.shape[2]) if caches else ((0, 0, 0), 1)
     k_scale, v_scale, overflow = scales or (cos_sin_PD, cos_sin_PD, position_T)
-    most = NEVER if adapted is None else max(1, WORDS_OF_HEADS // adapted.stack.rank)
+    most = 1 << 30 if adapted is None else max(1, WORDS_OF_HEADS // adapted.stack.rank)
     heads, kv_heads = min(most, _padded(num_heads)), min(max(1, most // 2), _padded(num_kv_heads))
     tensors, constants = arguments_of(adapted)
     programs = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, kv_heads)

@@ -7,8 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tandem.kernels.triton_kernels.adapters.rows import part_of
 from tandem.kernels.triton_kernels.common import begin, dot
-from tandem.kernels.triton_kernels.products.adapter_rows import part_of
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -12,9 +12,11 @@ alone, so a row's sums don't depend on the rows beside it.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from tandem.kernels.products.adapter_rows import UnaddedProduct
 from tandem.kernels.triton_kernels.common import dot, start, wait
 
 NO_SLOT: tl.constexpr = tl.constexpr(1 << 30)
@@ -219,3 +221,13 @@ def expand_silu_rows_kernel(
     gate, up = gate.to(tl.float32) + tl.trans(gate_added), up.to(tl.float32) + tl.trans(up_added)
     activated = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + (rows * SIZE)[:, None] + columns[None, :], activated.to(out.dtype.element_ty), mask)
+
+
+def arguments_of(adapted: UnaddedProduct | None) -> tuple[tuple[torch.Tensor | None, ...], dict[str, int]]:
+    """The tensors and constants of a kernel that adds low B^T itself, a program or more for each row."""
+    if adapted is None:
+        return (None,) * 5, {"RANK": 0, "SPLITS": 1, "SPLITS_PAD": 1, "B_SLOT": 0, "RANK_SLOT": 0}
+    low, stack, rows = adapted.low, adapted.stack, adapted.rows
+    splits, strides = low.shape[0], {"B_SLOT": stack.b.stride(0), "RANK_SLOT": stack.ranks.stride(0)}
+    constants = {"RANK": stack.rank, "SPLITS": splits, "SPLITS_PAD": triton.next_power_of_2(splits), **strides}
+    return (low, stack.b, stack.ranks, rows.order, rows.slots), constants

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 import triton
 
-from tandem.kernels.products.adapter_rows import TILE_ROWS, AdaptedProduct, AdapterRows, AdapterStack
+from tandem.kernels.products.adapter_rows import TILE_ROWS, AdapterRows, AdapterStack
 from tandem.kernels.products.fused_ops import silu_mul
-from tandem.kernels.triton_kernels.common import overlap
-from tandem.kernels.triton_kernels.products.adapter_rows import (
+from tandem.kernels.triton_kernels.adapters.rows import (
     expand_rows_kernel,
     expand_silu_rows_kernel,
     shrink_rows_kernel,
 )
-from tandem.kernels.triton_kernels.products.adapter_tiles import expand_tiles_kernel, shrink_tiles_kernel
+from tandem.kernels.triton_kernels.adapters.tiles import expand_tiles_kernel, shrink_tiles_kernel
+from tandem.kernels.triton_kernels.common import overlap
 
 # Of decode rows: places of a program, splits times lanes at most, words of B at once, inputs at once and of a split at
 # least, warps of shrink; of what ends in silu places of a program, words of B of either part at once, warps;
@@ -103,16 +103,6 @@ def expand_silu_mul_triton(
         TILE=SILU_TILE, num_warps=SILU_WARPS, num_stages=1, **constants,
     )  # fmt: skip
     return out
-
-
-def arguments_of(adapted: AdaptedProduct | None) -> tuple[tuple[torch.Tensor | None, ...], dict[str, int]]:
-    """The tensors and constants of a kernel that adds low B^T itself, a program or more for each row."""
-    if adapted is None:
-        return (None,) * 5, {"RANK": 0, "SPLITS": 1, "SPLITS_PAD": 1, "B_SLOT": 0, "RANK_SLOT": 0}
-    low, stack, rows = adapted.low, adapted.stack, adapted.rows
-    splits, strides = low.shape[0], {"B_SLOT": stack.b.stride(0), "RANK_SLOT": stack.ranks.stride(0)}
-    constants = {"RANK": stack.rank, "SPLITS": splits, "SPLITS_PAD": triton.next_power_of_2(splits), **strides}
-    return (low, stack.b, stack.ranks, rows.order, rows.slots), constants
 
 
 def _outputs_at_once(words: int, rank: int) -> int:

@@ -1,0 +1,1 @@
+"""Kernels of adapters of low rank: of decode rows, of prompts' tiles, and their launches."""
