@@ -78,7 +78,7 @@ def test_products(lengths: list[int], rank: int, parts: tuple[int, ...], size: i
             assert relative_error(made, activated) < tolerance
 
 
-@pytest.mark.parametrize("rank", [8, 64])
+@pytest.mark.parametrize("rank", [8, 16, 64])
 def test_what_a_row_gets_does_not_depend_on_the_rows_beside_it(rank: int) -> None:
     """A row whose tile takes one adapter, and the same row among others, of a batch of other size, too."""
     torch.manual_seed(rank)
