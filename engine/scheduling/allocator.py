@@ -72,10 +72,12 @@ class KVAllocator:
 
     def register_full_blocks(self, request: Request, step: int | None) -> None:
         """Makes every block findable whose tokens are known and whose KV is there once `step` has run (None: now)."""
-        if not self.pool.enable_caching or request.is_doubtful or request.leaves_nothing:
-            return
-        num_full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
-        if num_full <= request.num_registered_blocks:
+        if not request.is_doubtful:
+            self._register(request, min(request.num_computed_tokens, request.num_tokens), step)
+
+    def _register(self, request: Request, num_tokens: int, step: int | None) -> None:
+        num_full = num_tokens // self.block_size
+        if not self.pool.enable_caching or request.leaves_nothing or num_full <= request.num_registered_blocks:
             return
         self.extend_hashes(request)
         num_public = self._hasher.num_public_blocks(request.prompt.secrecy)
@@ -201,7 +203,11 @@ class KVAllocator:
         return True
 
     def detach(self, request: Request) -> list[int]:
-        """Takes all blocks from `request` without freeing them: the caller does, or hands them on."""
+        """Takes all blocks from `request` without freeing them: the caller does, or hands them on. What is verified of
+        a prompt that several nodes could not bring to its end can be found by its next attempt."""
+        has_run = self.pool.has_completed(request.last_step)
+        self._register(request, request.num_verified_tokens, None if has_run else request.last_step)
+        request.num_verified_tokens = 0
         copy = self._copies.pop(request, None)
         if copy is not None:
             self.pool.free([copy.source], None)

@@ -105,6 +105,7 @@ class Request:
     is_paused: bool = False  # keeps its slot and blocks and gets no rows: its KV is being handed to another node
     # Some of its KV came from a peer and is not verified yet: nobody else may find its blocks, its tokens are withheld.
     is_doubtful: bool = False
+    num_verified_tokens: int = 0  # of a prompt that others stopped computing, too: what lies before is right
     num_nodes: int = 1  # that compute its prompt: with others, who do so in its blocks or for it, it keeps them all
     leaves_nothing: bool = False  # nobody finds its blocks: the node whose prompt it is keeps them
     was_started: bool = False
@@ -138,8 +139,9 @@ class Request:
         """Makes it a share of a prompt that another node has."""
         self.num_nodes, self.leaves_nothing = num_nodes, True
 
-    def go_alone(self) -> None:
-        self.num_nodes = 1
+    def go_alone(self, num_verified_tokens: int = 0) -> None:
+        """Ends the work of other nodes, of which what lies before so many tokens is right, as is its own there."""
+        self.num_nodes, self.num_verified_tokens = 1, num_verified_tokens
 
     @property
     def has_help(self) -> bool:

@@ -83,6 +83,12 @@ class Share:
         return all(each.is_verified for each in self.coming.values() if each.is_read)
 
     @property
+    def num_verified_tokens(self) -> int:
+        """Tokens before the first chunk that is not verified, as far as launched steps compute this node's own."""
+        unverified = (self.table.begin(index) for index, each in self.coming.items() if not each.is_verified)
+        return min([self.position, *unverified])
+
+    @property
     def has_come(self) -> bool:
         """Whether everything that comes is here and verified."""
         return all(each.is_verified for each in self.coming.values())

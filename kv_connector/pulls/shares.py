@@ -33,8 +33,10 @@ from tandem.kv_connector.pulls.share import Coming, Leaving, Share, ShareCounter
 from tandem.kv_connector.sink.manager import SinkManager
 from tandem.kv_connector.source.manager import SourceManager
 
-# How long a prompt may take its nodes at least, from the question on, and how often what one would take.
-LEAST_PATIENCE_S, PATIENCE = 10.0, 4.0  # guesses
+# How long a prompt may take its nodes at least, from the question on, and how often what it would take by the rate of
+# short ones. What is lost is noticed otherwise; a prompt that nobody gets done in time has its turns when nodes have
+# nothing else to do. With 10 s and four times two of seven began anew; docs/measurements.md#a-trace-on-two-gpus.
+LEAST_PATIENCE_S, PATIENCE = 60.0, 20.0
 
 
 class SharedPrompts:
@@ -317,7 +319,7 @@ class SharedPrompts:
         """Forgets a share, and gives up whatever of it has not ended."""
         del self._shares[share.name]
         self._by_request.pop(share.request, None)
-        share.request.go_alone()
+        share.request.go_alone(share.num_verified_tokens)
         for each in share.coming.values():
             if self._by_key.pop(each.key, None) is not None:
                 self._sink.cancel(each.key, self._now)

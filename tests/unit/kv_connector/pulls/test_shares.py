@@ -10,6 +10,7 @@ import pytest
 from share_world import BLOCK, CHUNK, RIGHT, ShareWorld
 
 from tandem.engine.contracts.wire.requests import RequestFailed, Tokens
+from tandem.kv_connector.pulls.shares import LEAST_PATIENCE_S
 
 TWO, THREE = (40, 40), (40, 40, 40)
 
@@ -67,7 +68,7 @@ def test_without_room_it_is_computed_alone(num_blocks: tuple[int, ...]) -> None:
 
 def nobody_answers(world: ShareWorld) -> None:
     world.post.clear()
-    world.tick(20.0)
+    world.tick(LEAST_PATIENCE_S + 1)
 
 
 FAULTS: dict[str, Callable[[ShareWorld], None]] = {
@@ -76,7 +77,7 @@ FAULTS: dict[str, Callable[[ShareWorld], None]] = {
     "cancelled": lambda world: world.cancel("r", 0),
     "wrong bytes": lambda world: setattr(world, "corrupts", True),
     "message lost": lambda world: world.deliver(is_lost=True) if world.post else None,
-    "late": lambda world: world.tick(11.0),
+    "late": lambda world: world.tick(LEAST_PATIENCE_S + 1),
     "silence": nobody_answers,
     "another prompt": lambda world: world.submit("s", 3 * CHUNK, 1, [0], max_tokens=1),
 }
@@ -120,6 +121,24 @@ def test_each_fault_at_each_moment(fault: str, num_blocks: tuple[int, ...], ever
         ends[end] = ends.get(end, 0) + 1
     assert moment > 40, "little of this showed anything"
     assert set(ends) <= {"done", "cancelled", "handoff_failed"}
+
+
+def test_an_attempt_finds_what_was_verified_when_the_one_before_failed() -> None:
+    kept = []
+    for moment in range(0, 1000, 3):
+        world = started(*TWO)
+        if not to_moment(world, moment):
+            break
+        first = world.nodes[0]
+        verified = [share.num_verified_tokens for share in first.handoffs.shares._shares.values() if share.is_engaged]
+        world.lose_each_other(world.nodes[0], world.nodes[1])
+        if ended(world) == "handoff_failed":
+            assert first.pool.num_cached >= verified[0] // BLOCK
+            kept.append(first.pool.num_cached * BLOCK)
+            world.submit("r again", 5 * CHUNK - 3, 0)
+            world.run()
+            world.check_whole()
+    assert max(kept) >= 2 * CHUNK, "more than its own first chunk"
 
 
 @pytest.mark.parametrize("num_seeds", [4, pytest.param(300, marks=pytest.mark.slow)])
