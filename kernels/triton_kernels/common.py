@@ -154,6 +154,15 @@ def add_sinks(sinks, peak, total, accumulator):
     return total * decay + tl.exp2(sinks - new_peak), accumulator * decay[:, None]
 
 
+# As Triton has them, whose own cost the host 6 µs a call: a launch has some, a step launched kernel by kernel hundreds.
+def cdiv(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def next_power_of_2(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
 def tile_of(block_size: int, limit: int) -> int:
     """Largest power of two up to `limit` that divides `block_size`: a tile never crosses a block."""
     tile = min(limit, block_size & -block_size)
@@ -163,7 +172,7 @@ def tile_of(block_size: int, limit: int) -> int:
 
 
 def padded_head_size(head_size: int) -> int:
-    return max(16, triton.next_power_of_2(head_size))
+    return max(16, next_power_of_2(head_size))
 
 
 def check_cache(key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads: int, head_size: int) -> None:

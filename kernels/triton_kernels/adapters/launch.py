@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 
 from tandem.kernels.products.adapter_rows import TILE_ROWS, AdapterRows, AdapterStack
 from tandem.kernels.products.fused_ops import silu_mul
@@ -16,7 +15,7 @@ from tandem.kernels.triton_kernels.adapters.rows import (
     shrink_rows_kernel,
 )
 from tandem.kernels.triton_kernels.adapters.tiles import expand_tiles_kernel, shrink_tiles_kernel
-from tandem.kernels.triton_kernels.common import overlap
+from tandem.kernels.triton_kernels.common import cdiv, next_power_of_2, overlap
 
 # Of decode rows: places of a program, splits times lanes at most, words of B at once, inputs at once and of a split at
 # least, warps of shrink; of what ends in silu places of a program, words of B of either part at once, warps;
@@ -32,7 +31,7 @@ NEVER = 1 << 30
 
 def num_splits(lanes: int, num_inputs: int) -> int:
     """The number of parts in which the inputs of decode rows are cut."""
-    return max(1, min(SPLIT_LANES // lanes, triton.cdiv(num_inputs, LEAST_INPUTS)))
+    return max(1, min(SPLIT_LANES // lanes, cdiv(num_inputs, LEAST_INPUTS)))
 
 
 def shrink_triton(x_TK: torch.Tensor, stack: AdapterStack, rows: AdapterRows, *, beside: bool = False) -> torch.Tensor:
@@ -43,13 +42,13 @@ def shrink_triton(x_TK: torch.Tensor, stack: AdapterStack, rows: AdapterRows, *,
     strides = x_TK.stride(0), a.stride(0), ranks.stride(0), num_rows
     common = {"SIZE": size, "LANES": lanes, "RANK": stack.rank, "SPLITS": splits, **overlap(x_TK.device)}
     if rows.tiles is None:
-        shrink_rows_kernel[(triton.cdiv(num_rows, PLACES), lanes // CHUNK, splits)](
+        shrink_rows_kernel[(cdiv(num_rows, PLACES), lanes // CHUNK, splits)](
             x_TK, a, ranks, rows.order, rows.slots, low, *strides,
             PLACES=PLACES, CHUNK=CHUNK, BLOCK_K=BLOCK_K, BESIDE=beside, num_warps=SHRINK_WARPS, num_stages=1, **common,
         )  # fmt: skip
     elif len(rows.tiles):
-        chunk = min(TILE_LANES, triton.next_power_of_2(lanes))
-        shrink_tiles_kernel[(len(rows.tiles), triton.cdiv(lanes, chunk), splits)](
+        chunk = min(TILE_LANES, next_power_of_2(lanes))
+        shrink_tiles_kernel[(len(rows.tiles), cdiv(lanes, chunk), splits)](
             x_TK, a, ranks, rows.order, rows.tiles, low, *strides,
             CHUNK=chunk, BLOCK_M=TILE_ROWS, BLOCK_K=TILE_K, num_warps=4, **common,
         )  # fmt: skip
@@ -66,7 +65,7 @@ def expand_triton(
         if tiles is None
         else _outputs_at_once(WORDS_OF_TILE, stack.rank)
     )
-    blocks = [triton.cdiv(size, block) for size in sizes]
+    blocks = [cdiv(size, block) for size in sizes]
     starts = [sum(sizes[:index]) for index in (1, 2)]
     firsts = [sum(blocks[:index]) if index < len(sizes) else NEVER for index in (1, 2)]
     strides = b.stride(0), ranks.stride(0), out_TN.stride(0), len(out_TN)
@@ -76,9 +75,9 @@ def expand_triton(
         "num_warps": 4, **overlap(low.device),
     }  # fmt: skip
     if tiles is None:
-        expand_rows_kernel[(triton.cdiv(len(out_TN), PLACES), sum(blocks))](
+        expand_rows_kernel[(cdiv(len(out_TN), PLACES), sum(blocks))](
             low, b, ranks, rows.order, rows.slots, out_TN, *strides,
-            SPLITS_PAD=triton.next_power_of_2(low.shape[0]), PLACES=PLACES, num_stages=1, **common,
+            SPLITS_PAD=next_power_of_2(low.shape[0]), PLACES=PLACES, num_stages=1, **common,
         )  # fmt: skip
     elif len(tiles):
         expand_tiles_kernel[(len(tiles), sum(blocks))](
@@ -96,10 +95,10 @@ def expand_silu_mul_triton(
     block = _outputs_at_once(SILU_WORDS, stack.rank)
     out = torch.empty((num_rows, both // 2), dtype=gate_up_TG.dtype, device=gate_up_TG.device)
     constants: dict[str, Any] = {"RANK": stack.rank, "SPLITS": low.shape[0], "BLOCK_N": block, **overlap(low.device)}
-    expand_silu_rows_kernel[(triton.cdiv(num_rows, SILU_TILE), triton.cdiv(both // 2, block))](
+    expand_silu_rows_kernel[(cdiv(num_rows, SILU_TILE), cdiv(both // 2, block))](
         low, b, ranks, rows.order, rows.slots, gate_up_TG, out,
         b.stride(0), ranks.stride(0), gate_up_TG.stride(0), num_rows,
-        SIZE=both // 2, GROUP=group or both // 2, SPLITS_PAD=triton.next_power_of_2(low.shape[0]),
+        SIZE=both // 2, GROUP=group or both // 2, SPLITS_PAD=next_power_of_2(low.shape[0]),
         TILE=SILU_TILE, num_warps=SILU_WARPS, num_stages=1, **constants,
     )  # fmt: skip
     return out

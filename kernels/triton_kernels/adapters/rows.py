@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.products.adapter_rows import UnaddedProduct
-from tandem.kernels.triton_kernels.common import dot, start, wait
+from tandem.kernels.triton_kernels.common import dot, next_power_of_2, start, wait
 
 NO_SLOT: tl.constexpr = tl.constexpr(1 << 30)
 
@@ -229,5 +229,5 @@ def arguments_of(adapted: UnaddedProduct | None) -> tuple[tuple[torch.Tensor | N
         return (None,) * 5, {"RANK": 0, "SPLITS": 1, "SPLITS_PAD": 1, "B_SLOT": 0, "RANK_SLOT": 0}
     low, stack, rows = adapted.low, adapted.stack, adapted.rows
     splits, strides = low.shape[0], {"B_SLOT": stack.b.stride(0), "RANK_SLOT": stack.ranks.stride(0)}
-    constants = {"RANK": stack.rank, "SPLITS": splits, "SPLITS_PAD": triton.next_power_of_2(splits), **strides}
+    constants = {"RANK": stack.rank, "SPLITS": splits, "SPLITS_PAD": next_power_of_2(splits), **strides}
     return (low, stack.b, stack.ranks, rows.order, rows.slots), constants

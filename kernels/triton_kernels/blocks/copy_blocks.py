@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tandem.kernels.triton_kernels.common import cdiv
+
 CHUNK = 2048  # elements a program copies; a guess; what it reaches: docs/measurements.md#copies-norms-and-sampling
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -45,6 +47,6 @@ def copy_blocks(pool: torch.Tensor, src_ids: Sequence[int], dst_ids: Sequence[in
     pairs = torch.tensor([list(src_ids), list(dst_ids), list(num_tokens)], dtype=torch.int64, device=pool.device)
     plane_size = block_size * head_size
     planes = pool[0].numel() // plane_size
-    copy_blocks_kernel[(len(src_ids), planes, triton.cdiv(plane_size, CHUNK))](
+    copy_blocks_kernel[(len(src_ids), planes, cdiv(plane_size, CHUNK))](
         raw, pairs[0], pairs[1], pairs[2], pool.stride(0), plane_size, head_size, CHUNK=CHUNK, num_warps=4
     )

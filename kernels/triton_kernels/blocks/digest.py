@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tandem.kernels.triton_kernels.common import cdiv
+
 SLICE = 2048  # words of a segment whose multipliers a program keeps in registers; a guess
 SPLITS = 8  # programs that share a block's segments; a guess; what it reaches: docs/measurements.md#2026-11-21-kernels
 BLOCKS_AT_ONCE = 8  # whose layers share multipliers; a guess
@@ -95,7 +97,7 @@ def add_layer_sums(
     _, heads, num_layers, layer_words = words_NHLW.shape
     segment, num_blocks = table.shape[1], listed_4N.shape[1]
     piece = math.gcd(layer_words, segment, SLICE)
-    layer_sums_kernel[(triton.cdiv(num_blocks, BLOCKS_AT_ONCE), heads, len(layers) * (layer_words // piece))](
+    layer_sums_kernel[(cdiv(num_blocks, BLOCKS_AT_ONCE), heads, len(layers) * (layer_words // piece))](
         words_NHLW, listed_4N, keys_S2, table, sums, num_blocks, layers.start,
         *words_NHLW.stride()[:3], NUM_LAYERS=num_layers, LAYER_WORDS=layer_words, SEGMENT=segment,
         BLOCKS=BLOCKS_AT_ONCE, SLICE=piece, num_warps=4,

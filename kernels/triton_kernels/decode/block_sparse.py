@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.api.spec import BlockSparse
-from tandem.kernels.triton_kernels.common import begin, overlap
+from tandem.kernels.triton_kernels.common import begin, next_power_of_2, overlap
 from tandem.kernels.triton_kernels.decode.decode_launch import SparseTiles, first_sparse_head
 from tandem.kernels.triton_kernels.decode.decode_segment import sparse_shift
 
@@ -66,7 +66,7 @@ def list_sparse_tiles(
         list_tiles_kernel[(num_rows, num_kv_heads)](
             lists, counts, seq_lens, lists.stride(1), pattern.local_blocks, pattern.head_sliding_step,
             first_sparse_head(pattern, num_heads, num_kv_heads), GROUP=group,
-            GROUP_PAD=triton.next_power_of_2(group), STRIDE=pattern.vert_stride, BLOCK=pattern.block_size, TILE=tile,
+            GROUP_PAD=next_power_of_2(group), STRIDE=pattern.vert_stride, BLOCK=pattern.block_size, TILE=tile,
             CHUNK=TILES_AT_ONCE, **overlap(device),
         )  # fmt: skip
     return SparseTiles(lists, counts)

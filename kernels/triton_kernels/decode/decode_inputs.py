@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.sampling.decode_buffers import DecodeInputs
-from tandem.kernels.triton_kernels.common import begin, overlap
+from tandem.kernels.triton_kernels.common import begin, cdiv, overlap
 
 COLUMNS_AT_ONCE = 256  # a guess
 
@@ -99,7 +99,7 @@ def store_tokens_triton(
     """The Triton twin of `store_tokens`."""
     assert token_ids_SC.is_contiguous()
     num_rows = len(slot_R)
-    store_tokens_kernel[(triton.cdiv(num_rows, 128),)](
+    store_tokens_kernel[(cdiv(num_rows, 128),)](
         slot_R, position_R, token_R, token_ids_SC, num_rows, token_ids_SC.shape[1], ROWS=128, num_warps=4,
         **overlap(slot_R.device),
     )  # fmt: skip

@@ -6,12 +6,18 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
 
 from tandem.kernels.api.errors import UnsupportedOptionError
 from tandem.kernels.api.spec import BlockSparse, Reach
 from tandem.kernels.prefixes.shared_prefix import SharedPrefixes
-from tandem.kernels.triton_kernels.common import INTERPRET, check_cache, check_tokens, overlap, padded_head_size
+from tandem.kernels.triton_kernels.common import (
+    INTERPRET,
+    check_cache,
+    check_tokens,
+    next_power_of_2,
+    overlap,
+    padded_head_size,
+)
 from tandem.kernels.triton_kernels.decode.decode_plan import DecodePlan
 from tandem.kernels.triton_kernels.decode.paged_decode import paged_decode_kernel
 
@@ -58,7 +64,7 @@ def decode_constants(
     rows = group * num_new
     if rows > MAX_PRODUCT_ROWS:
         raise UnsupportedOptionError("num_heads", f"{num_new} new tokens of {group} query heads a KV head: {rows} rows")
-    padded_rows = triton.next_power_of_2(rows)
+    padded_rows = next_power_of_2(rows)
     # A warp to a program waits for no other at each tile; its tiles are as large as registers and loads ahead allow.
     alone = dtype.itemsize <= 2 and not wide and padded_rows <= 16
     tile = 32 if wide else 64

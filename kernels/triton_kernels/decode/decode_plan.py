@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.api.spec import Reach
-from tandem.kernels.triton_kernels.common import begin, overlap
+from tandem.kernels.triton_kernels.common import begin, next_power_of_2, overlap
 from tandem.kernels.triton_kernels.decode.decode_tiles import first_tile_of
 
 SEGMENTS_AT_ONCE = 1024  # a guess
@@ -181,5 +181,5 @@ class DecodePlan:
             seq_lens if counts is None else counts, self.num_segments, num_heads, self.programs, min_share,
             reach.size, num_new, TILE=tile, WINDOW=reach.kind, HAS_PREFIX=prefix_lens is not None,
             HAS_COUNTS=counts is not None, MIN_TILES=min_tiles, CHUNK=SEGMENTS_AT_ONCE,
-            PROGRAMS_PAD=triton.next_power_of_2(self.programs), num_warps=8, **overlap(seq_lens.device),
+            PROGRAMS_PAD=next_power_of_2(self.programs), num_warps=8, **overlap(seq_lens.device),
         )  # fmt: skip

@@ -15,7 +15,16 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.products.matmul_plans import SHARED_BYTES
-from tandem.kernels.triton_kernels.common import INTERPRET, LOG2_E, begin, check_cache, dot, overlap, padded_head_size
+from tandem.kernels.triton_kernels.common import (
+    INTERPRET,
+    LOG2_E,
+    begin,
+    cdiv,
+    check_cache,
+    dot,
+    overlap,
+    padded_head_size,
+)
 from tandem.kernels.triton_kernels.decode.decode_parts import merge_parts, store_part
 from tandem.kernels.triton_kernels.decode.decode_plan import DecodePlan, load_segment, load_share, parts_of
 from tandem.kernels.triton_kernels.decode.decode_tiles import load_block
@@ -269,7 +278,7 @@ def latent_decode(
         **launch,
     )  # fmt: skip
     columns = merge_columns(constants)
-    merge_latents_kernel[(num_rows, num_heads, triton.cdiv(constants["LATENT"], columns))](
+    merge_latents_kernel[(num_rows, num_heads, cdiv(constants["LATENT"], columns))](
         output, plan.partial, plan.peaks, plan.totals, plan.plan, plan.programs, GROUPS=constants["GROUPS"],
         GROUP=constants["GROUP"], LATENT=constants["LATENT"], COLUMNS=columns,
         CHUNK=PARTS_AT_ONCE * MERGED_COLUMNS // max(columns, MERGED_COLUMNS), num_warps=4, **launch,

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from tandem.kernels.prefixes.prefix_groups import LARGEST_TILE
 from tandem.kernels.prefixes.shared_prefix import SharedPrefixes
-from tandem.kernels.triton_kernels.common import begin_late, overlap
+from tandem.kernels.triton_kernels.common import begin_late, next_power_of_2, overlap
 from tandem.kernels.triton_kernels.decode.decode_launch import PrefixParts, num_programs
 from tandem.kernels.triton_kernels.decode.decode_parts import store_part
 from tandem.kernels.triton_kernels.decode.decode_plan import DecodePlan, load_segment, load_share
@@ -122,7 +122,7 @@ def prefix_constants(constants: dict[str, int], members: int) -> dict[str, int]:
     wide = constants["num_stages"] == 1
     return kept | {
         "MEMBERS": members,
-        "M_PAD": max(16, triton.next_power_of_2(members * constants["GROUP"])),
+        "M_PAD": max(16, next_power_of_2(members * constants["GROUP"])),
         "TILE": 32 if wide else LARGEST_TILE,
         "FETCHED": FETCHED,
         "num_warps": 8 if constants["D_PAD"] > 128 else 4,

@@ -6,12 +6,11 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from tandem.kernels.experts.plans import Clamp, FewPlan, GroupedPlan, MixturePlan, inputs_of_a_scale
 from tandem.kernels.experts.stacked import StackedWeight
 from tandem.kernels.products.quantised import quantise_rows
-from tandem.kernels.triton_kernels.common import overlap
+from tandem.kernels.triton_kernels.common import cdiv, next_power_of_2, overlap
 from tandem.kernels.triton_kernels.experts.few import few_down_kernel, few_gate_up_kernel
 from tandem.kernels.triton_kernels.experts.grouped import add_up_kernel, grouped_kernel
 from tandem.kernels.triton_kernels.experts.sort import sort_triton
@@ -111,8 +110,8 @@ def launch(
     multiply(plan.gate_up, x_TE, gate_up, activated, is_gated=True)
     products = torch.empty((num_pairs, hidden), dtype=dtype, device=device)
     multiply(plan.down, activated, down, products, is_gated=False)
-    block = min(1024, triton.next_power_of_2(hidden))
-    add_up_kernel[(num_tokens, triton.cdiv(hidden, block))](
+    block = min(1024, next_power_of_2(hidden))
+    add_up_kernel[(num_tokens, cdiv(hidden, block))](
         products, ids_Tk, out, SIZE=hidden, TOP_K=ids_Tk.shape[1], BLOCK=block, num_warps=4, **overlap(device)
     )
     return out
@@ -172,6 +171,6 @@ def _launch_grouped(
     )  # fmt: skip
     grouped_kernel[(len(tiles) * tiles_n,)](
         x, x_scales, values, weight.scales, weight.zeros, weight.bias, order, tiles, weights_Tk, out,
-        triton.cdiv(num_inputs, plan.tile_k), tiles_n, x.stride(0) // 16, weight.row, weight.expert, num_outputs,
+        cdiv(num_inputs, plan.tile_k), tiles_n, x.stride(0) // 16, weight.row, weight.expert, num_outputs,
         out.stride(0) // 16, weights_Tk.shape[1], alpha, limit, **constants, **overlap(x.device),
     )  # fmt: skip

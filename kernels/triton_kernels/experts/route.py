@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.experts.tally import Tally
-from tandem.kernels.triton_kernels.common import begin, overlap
+from tandem.kernels.triton_kernels.common import begin, next_power_of_2, overlap
 
 
 @triton.jit
@@ -132,8 +132,8 @@ def route_triton(
         route_kernel[(num_tokens,)](
             logits_TX, logits_TX if bias_X is None else bias_X, ids, weights, *(tally or (ids, ids)),
             logits_TX.stride(0), factor, *held,
-            NUM_EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts),
-            TOP_K=top_k, TOP_K_PAD=triton.next_power_of_2(num_ids),
+            NUM_EXPERTS=num_experts, PADDED=next_power_of_2(num_experts),
+            TOP_K=top_k, TOP_K_PAD=next_power_of_2(num_ids),
             SIGMOID=sigmoid, HAS_BIAS=bias_X is not None, RENORMALISE=renormalise,
             GROUPS=groups[0], KEPT_GROUPS=groups[1], BY_PAIRS=by_pairs, COUNTS=tally is not None, SHARED=shared,
             num_warps=1, **overlap(logits_TX.device),

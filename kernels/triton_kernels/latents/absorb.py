@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton_kernels.common import begin, dot, overlap, padded_head_size
+from tandem.kernels.triton_kernels.common import begin, cdiv, dot, overlap, padded_head_size
 from tandem.kernels.triton_kernels.latents.new_rows import finish_rows, row_constants, turned
 
 ROWS = 16  # of a product: what the tensor cores take at least, so that one kernel serves any number of rows
@@ -181,7 +181,7 @@ def store_and_absorb_triton(
         return out
     constants = absorb_constants(num_heads, key_width, latent, query_MHD.dtype)
     storing = ROWS // LATENT_ROWS.value
-    grid = num_heads * constants["TILES"] + storing, triton.cdiv(num_rows, constants["ROWS"])
+    grid = num_heads * constants["TILES"] + storing, cdiv(num_rows, constants["ROWS"])
     store_and_absorb_kernel[grid](
         query_MHD, row_MR, key_HNL, gain_L, position_M, cos_sin_CP, out, cache, slot_M, num_rows,
         *query_MHD.stride()[:2], row_MR.stride(0), *key_HNL.stride()[:2], *cache.stride()[:2], eps, **constants,
@@ -196,7 +196,7 @@ def values_triton(summed_MHL: torch.Tensor, value_HVL: torch.Tensor, out_MHV: to
     if not num_rows:
         return
     constants = values_constants(num_heads, value_HVL.shape[1], latent, summed_MHL.dtype)
-    values_kernel[(num_heads * constants["TILES"], triton.cdiv(num_rows, constants["ROWS"]))](
+    values_kernel[(num_heads * constants["TILES"], cdiv(num_rows, constants["ROWS"]))](
         summed_MHL, value_HVL, out_MHV, num_rows, *summed_MHL.stride()[:2], *value_HVL.stride()[:2], **constants,
         num_warps=4, **overlap(summed_MHL.device),
     )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton_kernels.common import begin, overlap
+from tandem.kernels.triton_kernels.common import begin, cdiv, next_power_of_2, overlap
 
 
 @triton.jit
@@ -138,8 +138,8 @@ def store_and_rotate_triton(
     num_tokens, num_heads, width = query_THD.shape
     if not num_tokens:
         return
-    heads = min(32, triton.next_power_of_2(max(num_heads, 1)))  # of a program; a guess
-    store_and_rotate_kernel[(num_tokens, 1 + triton.cdiv(num_heads, heads))](
+    heads = min(32, next_power_of_2(max(num_heads, 1)))  # of a program; a guess
+    store_and_rotate_kernel[(num_tokens, 1 + cdiv(num_heads, heads))](
         query_THD, row_TR, gain_L, position_T, cos_sin_CP, cache, slot_T, *query_THD.stride()[:2], row_TR.stride(0),
         *cache.stride()[:2], eps, NUM_HEADS=num_heads, HEADS=heads, KEY=width - cos_sin_CP.shape[1],
         **row_constants(len(gain_L), cos_sin_CP.shape[1], cache.shape[1], interleaved=interleaved),
@@ -151,9 +151,9 @@ def row_constants(latent: int, num_rotated: int, block_size: int, *, interleaved
     half = num_rotated // 2
     return {
         "LATENT": latent,
-        "L_PAD": triton.next_power_of_2(latent),
+        "L_PAD": next_power_of_2(latent),
         "HALF": half,
-        "HALF_PAD": triton.next_power_of_2(half),
+        "HALF_PAD": next_power_of_2(half),
         "BLOCK_SIZE": block_size,
         "INTERLEAVED": interleaved,
     }

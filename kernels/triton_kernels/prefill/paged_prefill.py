@@ -15,6 +15,7 @@ import triton.language as tl
 from tandem.kernels.api.spec import BlockSparse, Reach
 from tandem.kernels.triton_kernels.common import (
     add_sinks,
+    cdiv,
     check_cache,
     check_tokens,
     load_rows,
@@ -200,7 +201,7 @@ def paged_prefill(
     if query.shape[0] == 0 or max_query_len == 0:
         return output
     constants = prefill_constants(query.dtype, num_heads // num_kv_heads, head_size, block_size)
-    grid = (triton.cdiv(max_query_len, constants["QUERY_TILE"]), num_heads, num_rows)
+    grid = (cdiv(max_query_len, constants["QUERY_TILE"]), num_heads, num_rows)
     paged_prefill_kernel[grid](
         output, query, key, value, key_cache, value_cache, block_tables, query_start_loc, seq_lens,
         query if alibi_slopes is None else alibi_slopes, query if sinks is None else sinks, k_scale, v_scale,

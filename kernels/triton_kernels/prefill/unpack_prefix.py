@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tandem.kernels.triton_kernels.common import cdiv
+
 CHUNK = 4096  # values that a program unpacks at once; a guess
 MOST_BYTES = 256 << 20  # of a pool; a guess
 # Rows of queries over each prefix: already 0.41 of the general kernel's time on an H200;
@@ -93,7 +95,7 @@ class UnpackedPrefixes:
         tile = block_size * head_size
         if len(self.places) == 0:
             return
-        unpack_prefix_kernel[(len(self.places), num_kv_heads, 2 * triton.cdiv(tile, CHUNK))](
+        unpack_prefix_kernel[(len(self.places), num_kv_heads, 2 * cdiv(tile, CHUNK))](
             self.pool, key_cache, value_cache, block_tables, self.places, k_scale, v_scale, block_tables.stride(0),
             key_cache.stride(0), key_cache.stride(1), TILE=tile, CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 
 from tandem.kernels.products.few_rows_scratch import MOST_ROWS, Scratch
 from tandem.kernels.products.fused_ops import CacheSlots, HeadNorms
-from tandem.kernels.triton_kernels.common import overlap, tile_of
+from tandem.kernels.triton_kernels.common import next_power_of_2, overlap, tile_of
 from tandem.kernels.triton_kernels.products.few_rows_attention import few_rows_attention_kernel
 
 LARGEST_TILE = 64  # a guess
@@ -19,7 +18,7 @@ RUNS_AT_ONCE = 16  # that are loaded together when they are merged; a guess
 def attention_constants(
     num_kv_heads: int, group: int, head_size: int, block_size: int, *, has_norm: bool
 ) -> dict[str, Any]:
-    rows = triton.next_power_of_2(group)
+    rows = next_power_of_2(group)
     return {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "M_PAD": max(8, rows), "ROWS": rows,
         "CHUNK": RUNS_AT_ONCE, "HEAD_SIZE": head_size,

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tandem.kernels.products.adapter_rows import UnaddedProduct
 from tandem.kernels.triton_kernels.adapters.rows import arguments_of, rows_of_b, sum_of, times
-from tandem.kernels.triton_kernels.common import begin, overlap, start, wait
+from tandem.kernels.triton_kernels.common import begin, cdiv, next_power_of_2, overlap, start, wait
 from tandem.kernels.triton_kernels.products.quantise_rows import in_e4m3
 
 
@@ -89,7 +89,7 @@ def rms_norm_triton(
     dtype = x_TE.dtype if scales_T1 is None else torch.float8_e4m3fn
     out = torch.empty((num_tokens, size), dtype=dtype, device=x_TE.device)
     residual = x_TE if residual_TE is None else residual_TE
-    padded, (tensors, constants) = triton.next_power_of_2(size), arguments_of(adapted)
+    padded, (tensors, constants) = next_power_of_2(size), arguments_of(adapted)
     words = padded if adapted is None else padded * adapted.stack.rank // 8
     if num_tokens:
         rms_norm_kernel[(num_tokens,)](
@@ -126,8 +126,8 @@ def silu_mul_triton(gate_up_TG: torch.Tensor, group: int = 0) -> torch.Tensor:
     num_tokens, size = gate_up_TG.shape[0], gate_up_TG.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=gate_up_TG.dtype, device=gate_up_TG.device)
     if num_tokens:
-        block = min(2048, triton.next_power_of_2(size))
-        silu_mul_kernel[(num_tokens, triton.cdiv(size, block))](
+        block = min(2048, next_power_of_2(size))
+        silu_mul_kernel[(num_tokens, cdiv(size, block))](
             gate_up_TG, out, gate_up_TG.stride(0), SIZE=size, BLOCK=block, GROUP=group or size,
             num_warps=max(1, min(8, block // 256)), **overlap(gate_up_TG.device),
         )  # fmt: skip

@@ -6,12 +6,12 @@ import functools
 from typing import Any
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tandem.kernels.products.matmul_plans import MANY_STEPS, Plan, RingPlan, RowsPlan, StreamPlan
 from tandem.kernels.products.quantised_weight import QuantisedWeight
+from tandem.kernels.triton_kernels.common import next_power_of_2
 from tandem.kernels.triton_kernels.products.matmul_ring import matmul_ring_kernel
 from tandem.kernels.triton_kernels.products.matmul_rows import matmul_rows_kernel
 from tandem.kernels.triton_kernels.products.matmul_rows_scaled import matmul_rows_scaled_kernel
@@ -68,7 +68,7 @@ def rows_constants(
     adds: bool = False,
 ) -> dict[str, Any]:
     return {
-        "ROWS": triton.next_power_of_2(num_rows), "TILE_N": plan.tile_n, "TILE_K": plan.tile_k,
+        "ROWS": next_power_of_2(num_rows), "TILE_N": plan.tile_n, "TILE_K": plan.tile_k,
         "STEPS": num_inputs // plan.tile_k, "HAS_BIAS": has_bias, "SILU": silu, "NORM": normalises, "ADD": adds,
         "num_warps": plan.warps,
     }  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton_kernels.common import begin, overlap
+from tandem.kernels.triton_kernels.common import begin, next_power_of_2, overlap
 
 LARGEST: tl.constexpr = tl.constexpr(448.0)
 TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # the least normal fp32
@@ -47,7 +47,7 @@ def quantise_rows_triton(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     assert size % 8 == 0, f"rows of {size} numbers"
     values = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x_MK.device)
     scales = torch.empty((num_rows, 1), dtype=torch.float32, device=x_MK.device)
-    padded = triton.next_power_of_2(size)
+    padded = next_power_of_2(size)
     quantise_rows_kernel[(num_rows,)](
         x_MK, values, scales, x_MK.stride(0) // 8, SIZE=size, PADDED=padded,
         num_warps=min(16, max(1, padded // 1024)), **overlap(x_MK.device),

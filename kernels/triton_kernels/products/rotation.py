@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tandem.kernels.products.adapter_rows import UnaddedProduct
 from tandem.kernels.triton_kernels.adapters.rows import arguments_of, rows_of_b, sum_of, times
-from tandem.kernels.triton_kernels.common import begin, overlap, start, wait
+from tandem.kernels.triton_kernels.common import begin, cdiv, next_power_of_2, overlap, start, wait
 
 FP8_LARGEST: tl.constexpr = tl.constexpr(448.0)
 # Words of B for each column of a program's heads, half as many of keys and values: 64 registers of 128 threads.
@@ -210,7 +210,7 @@ def rope_and_store_triton(
     most = 1 << 30 if adapted is None else max(1, WORDS_OF_HEADS // adapted.stack.rank)
     heads, kv_heads = min(most, _padded(num_heads)), min(max(1, most // 2), _padded(num_kv_heads))
     tensors, constants = arguments_of(adapted)
-    programs = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, kv_heads)
+    programs = cdiv(num_heads, heads) + cdiv(num_kv_heads, kv_heads)
     rope_and_store_kernel[(num_tokens, programs)](
         qkv_TC, position_T, cos_sin_PD, q_weight, k_weight, key_cache, value_cache, slots, k_scale, v_scale, overflow,
         *tensors, qkv_TC.stride(0), *strides, eps,
@@ -222,4 +222,4 @@ def rope_and_store_triton(
 
 
 def _padded(count: int) -> int:
-    return triton.next_power_of_2(max(count, 1))
+    return next_power_of_2(max(count, 1))

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton_kernels.common import begin, overlap
+from tandem.kernels.triton_kernels.common import begin, cdiv, overlap
 from tandem.kernels.triton_kernels.sampling.sampling_limits import find_limits
 
 GAMMA: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
@@ -181,7 +181,7 @@ def sample_triton(
     rows ask."""
     num_rows, size = logits_RV.shape
     device = logits_RV.device
-    num_splits = max(1, min(MAX_SPLITS, 1024 // num_rows, triton.cdiv(size, PARTS_BLOCK)))
+    num_splits = max(1, min(MAX_SPLITS, 1024 // num_rows, cdiv(size, PARTS_BLOCK)))
     scores = torch.empty((num_rows, MAX_SPLITS), dtype=torch.float64, device=device)
     places = torch.empty((num_rows, MAX_SPLITS), dtype=torch.int32, device=device)
     cuts = torch.empty((num_rows, 2), dtype=torch.float32, device=device)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton_kernels.common import LOG2_E, begin, overlap
+from tandem.kernels.triton_kernels.common import LOG2_E, begin, cdiv, overlap
 
 GROUP = 32  # logits; a guess
 GROUPS_AT_ONCE, GROUPS_WARPS = 64, 4  # guesses
@@ -144,9 +144,9 @@ def summarize_groups(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(peaks, masses), both fp32 [R, G]; undefined in rows without filters."""
     (num_rows, size), device = logits_RV.shape, logits_RV.device
-    num_groups = triton.cdiv(size, GROUP)
+    num_groups = cdiv(size, GROUP)
     peaks, masses = (torch.empty((num_rows, num_groups), dtype=torch.float32, device=device) for _ in range(2))
-    sampling_groups_kernel[(num_rows, triton.cdiv(num_groups, GROUPS_AT_ONCE))](
+    sampling_groups_kernel[(num_rows, cdiv(num_groups, GROUPS_AT_ONCE))](
         logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, peaks, masses, logits_RV.stride(0), size, num_groups,
         GROUP=GROUP, GROUPS=GROUPS_AT_ONCE, num_warps=GROUPS_WARPS, **overlap(device),
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton_kernels.common import LOG2_E, begin, overlap
+from tandem.kernels.triton_kernels.common import LOG2_E, begin, cdiv, overlap
 from tandem.kernels.triton_kernels.sampling.sampling_groups import (
     GROUP,
     list_groups,
@@ -217,7 +217,7 @@ def find_limits(
 ) -> None:
     """Writes `cuts_R2` fp32 and `last_ids_R` int32, as `sampling_limits_kernel` says."""
     (num_rows, size), device = logits_RV.shape, logits_RV.device
-    num_groups = triton.cdiv(size, GROUP)
+    num_groups = cdiv(size, GROUP)
     settings = (temperature_R, top_k_R, top_p_R, min_p_R)
     peaks, masses = summarize_groups(logits_RV, *settings)
     listed = torch.empty((num_rows, num_groups), dtype=torch.int32, device=device)

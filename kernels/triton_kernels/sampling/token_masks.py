@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton_kernels.common import begin, overlap
+from tandem.kernels.triton_kernels.common import begin, cdiv, overlap
 
 MASK_BLOCK, MASK_WARPS = 4096, 4  # guesses
 
@@ -37,7 +37,7 @@ def ban_tokens_kernel(
 def ban_tokens_triton(logits_NV: torch.Tensor, row_M: torch.Tensor, mask_MW: torch.Tensor) -> None:
     """The Triton twin of `ban_tokens` (kernels/sampling/token_masks.py)."""
     size = logits_NV.shape[1]
-    ban_tokens_kernel[(len(row_M), triton.cdiv(size, MASK_BLOCK))](
+    ban_tokens_kernel[(len(row_M), cdiv(size, MASK_BLOCK))](
         logits_NV, row_M, mask_MW, logits_NV.stride(0), size, mask_MW.shape[1],
         BLOCK=MASK_BLOCK, num_warps=MASK_WARPS, **overlap(logits_NV.device),
     )  # fmt: skip
