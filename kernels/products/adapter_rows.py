@@ -19,9 +19,10 @@ TILE_ROWS = 64  # of a tile of prompts; a guess
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """Which rows of a step take which adapter. `order` int32 [T]: the rows, sorted by adapter; `slots` int32 [T]: the
-    slot of each of these, counted from 1; 0: none. `tiles` int32 [M, 3], contiguous, of steps that have prompts: first
-    place in `order`, number of rows (at most TILE_ROWS), slot; of all rows that take an adapter. None: decode rows."""
+    """Which rows of a step take which adapter. `order` int32 [T]: the rows, each once, sorted by adapter; `slots` int32
+    [T]: the slot of each of these, counted from 1; 0: none. `tiles` int32 [M, 3], contiguous, of steps that have
+    prompts: first place in `order`, number of rows (at most TILE_ROWS), slot; of all rows that take an adapter. None:
+    decode rows."""
 
     order: torch.Tensor
     slots: torch.Tensor

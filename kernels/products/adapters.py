@@ -2,7 +2,7 @@
 
 Letters as in adapter_rows.py. `expand` goes after the product that both belong to, or into what comes behind it, where
 that takes an UnaddedProduct; `shrink` before it or, where the product lets it, beside it: `linear_and_low`. On GPUs by
-kernels of kernels/triton_kernels/products/, else by the eager twins below, which are also what tests compare with.
+kernels of kernels/triton_kernels/adapters/, else by the eager twins below, which are also what tests compare with.
 """
 
 from __future__ import annotations
