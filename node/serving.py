@@ -15,7 +15,7 @@ from tandem.engine.contracts.wire.adapters import Adapters, AdaptersKnown, HeldA
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.handoff import KVPull
 from tandem.engine.contracts.wire.operate import Drain, Lean
-from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
+from tandem.engine.contracts.wire.parts import HELP_LOST, Message, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Cancel, FlushBlocks, Migrate, Submit
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.scheduling.request import EngineEvent, Request
@@ -232,7 +232,7 @@ class ServingNode:
         """Ends a request, or a share of another node's, whose prompt other nodes were to compute, too, and did not.
         Nothing of it was told."""
         text = "a node that computed chunks of the prompt did not bring them to their end"
-        entry = self.book.fail(request.key, "handoff_failed", text, retryable=True)
+        entry = self.book.fail(request.key, HELP_LOST, text, retryable=True)
         if entry is not None:
             self.stop(entry, now)
         self.scheduler.state.abort(request.key)

@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 
 from tandem.engine.contracts.keys import AttemptKey
-from tandem.engine.contracts.wire.parts import Candidates, FirstToken, TokenLogprobs
+from tandem.engine.contracts.wire.parts import HELP_LOST, Candidates, FirstToken, TokenLogprobs
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.scheduling import stop
 from tandem.engine.scheduling.beams.carriers import BeamCarriers
@@ -226,7 +226,7 @@ class Scheduler:
             if row.slot in result.failed_slots and request.state is not RequestState.FINISHED:
                 self.state.give_up(request, result.failed_slots[row.slot])
             elif row.slot in result.spoiled_slots and request.state is not RequestState.FINISHED:
-                self.state.fail(request, "handoff_failed", result.spoiled_slots[row.slot], retryable=True)
+                self.state.fail(request, HELP_LOST, result.spoiled_slots[row.slot], retryable=True)
             if row.prompt_logprobs:
                 self._take_prompt_logprobs(request, row, result.prompt_logprobs.get(index, []))
 

@@ -51,6 +51,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     avoid: frozenset[NodeKey] = frozenset()  # nodes that failed this request; taken only when there is no other
     session: str = ""  # "": none
     is_precise: bool = False  # its KV needs 16 bits: one node does all, beside its pool if that is of fp8
+    goes_alone: bool = False  # no node helps another with its prompt
     targets: Targets = NO_TARGETS  # what it was promised by itself or its tenant
     waited_s: float = 0.0  # until now
     adapter: bytes = b""  # the mark of the one that it takes

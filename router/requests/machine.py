@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from tandem.engine.contracts.errors import DeadlineError, NodeFailedError, NoNodeError, TandemError
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
-from tandem.engine.contracts.wire.parts import KV_OVERFLOW, PeerRef
+from tandem.engine.contracts.wire.parts import PeerRef
 from tandem.engine.contracts.wire.requests import (
     Accepted,
     Cancelled,
@@ -46,7 +46,7 @@ from tandem.router.requests.actions import (
 )
 from tandem.router.requests.attempts import LiveAttempts
 from tandem.router.requests.moves import Moves
-from tandem.router.requests.parts import PEER_LOST, TAKES_NOTHING, Attempt, AttemptState, Sample, failure_of
+from tandem.router.requests.parts import PEER_LOST, Attempt, AttemptState, Sample, failure_of
 
 
 class RequestMachine:
@@ -259,9 +259,7 @@ class RequestMachine:
             self.moves.successor_failed(node, message, now)
             return []
         error = failure_of(message.code, message.message, self.spec.request_id)
-        # Once it makes tokens, what turns it away is an answer to a Submit that was sent twice: an end like any other.
-        attempt.was_turned_away = message.code in TAKES_NOTHING and attempt.state is not AttemptState.STREAMING
-        attempt.has_overflowed = message.code == KV_OVERFLOW and not attempt.is_precise
+        attempt.failed_with(message.code)
         culprits = {node} if message.code != PEER_LOST else set(attempt.nodes) - {node}
         return self._node_gave_up(attempt, node, culprits, error, message.retryable, now)
 

@@ -17,7 +17,7 @@ from tandem.engine.contracts.errors import (
     UnavailableError,
 )
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
-from tandem.engine.contracts.wire.parts import FinishReason
+from tandem.engine.contracts.wire.parts import HELP_LOST, KV_OVERFLOW, FinishReason
 from tandem.engine.contracts.wire.requests import TokenDelta
 
 
@@ -53,6 +53,8 @@ class Attempt:
     avoid: set[NodeKey] = field(default_factory=set)  # nodes that failed earlier attempts
     is_precise: bool = False  # an attempt before overflowed a node's fp8 KV: this one needs KV of 16 bits
     has_overflowed: bool = False  # so did this one: it did not fail, the node is not avoided
+    goes_alone: bool = False  # an attempt before lost others' help with its prompt: this one gets none
+    has_lost_help: bool = False  # so did this one: the node keeps what was verified, and is not avoided
     error: TandemError | None = None  # why the attempt before failed
 
     @property
@@ -69,6 +71,13 @@ class Attempt:
     def enter(self, state: AttemptState, now: float) -> None:
         assert state.value > self.state.value, f"{self.state} -> {state}"
         self.state, self.entered_at = state, now
+
+    def failed_with(self, code: str) -> None:
+        """Notes what a node says. Once it makes tokens, what turns it away is an answer to a Submit that was sent
+        twice: an end like any other."""
+        self.was_turned_away = code in TAKES_NOTHING and self.state is not AttemptState.STREAMING
+        self.has_overflowed = code == KV_OVERFLOW and not self.is_precise
+        self.has_lost_help = code == HELP_LOST
 
     def next(
         self,
@@ -88,8 +97,9 @@ class Attempt:
             now,
             num_failures=self.num_failures + (not is_free),
             not_before=now + backoff_s,
-            avoid=self.avoid if is_free else self.avoid | set(culprits),
+            avoid=self.avoid if is_free or self.has_lost_help else self.avoid | set(culprits),
             is_precise=self.is_precise or self.has_overflowed,
+            goes_alone=self.goes_alone or self.has_lost_help,
             error=error,
         )
         if self.was_turned_away:

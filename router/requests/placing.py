@@ -30,6 +30,7 @@ def find_nodes(cluster: Cluster, machine: RequestMachine, request_id: str, now: 
         avoid=frozenset(attempt.avoid),
         session=spec.session,
         is_precise=attempt.is_precise,
+        goes_alone=attempt.goes_alone,
         targets=spec.targets,
         adapter=b"" if spec.adapter is None else spec.adapter.mark,
         waited_s=0.0 if num_done else max(0.0, spec.deadline_s - (machine.deadline - now)),

@@ -54,7 +54,7 @@ def check_that_it_costs_the_attempt(nodes: Nodes) -> None:
     result = nodes.submit(PROMPT, on=1, helpers=[0])
     nodes.client.wait(result)
     assert result.failed is not None
-    assert (result.failed.code, result.failed.retryable, result.tokens) == ("handoff_failed", True, {})
+    assert (result.failed.code, result.failed.retryable, result.tokens) == ("help_lost", True, {})
     nodes.ask(PROMPT, on=1)
 
 
@@ -168,7 +168,7 @@ def test_a_helper_dies() -> None:
             if result.failed is None:
                 nodes.check(result, PROMPT)
             else:
-                assert (result.failed.code, result.failed.retryable, result.tokens) == ("handoff_failed", True, {})
+                assert (result.failed.code, result.failed.retryable, result.tokens) == ("help_lost", True, {})
             nodes.ask(PROMPT, on=0)
     finally:
         child.stop()

@@ -190,7 +190,7 @@ def test_a_helper_dies_and_the_node_serves_on() -> None:
             if result.failed is None:
                 check_tokens(prompt, result, torch.bfloat16)
             else:
-                assert (result.failed.code, result.failed.retryable, result.tokens) == ("handoff_failed", True, {})
+                assert (result.failed.code, result.failed.retryable, result.tokens) == ("help_lost", True, {})
             check_tokens(prompt, asked.ask(prompt, asker.info), torch.bfloat16)
     finally:
         child.stop()

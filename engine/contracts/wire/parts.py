@@ -17,6 +17,8 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Role = Literal["router", "prefill", "decode", "unified"]
 Task = Literal["generate", "embed", "score"]  # what a model does
 FinishReason = Literal["stop", "length"]
+# Code of a node to which others did not bring chunks of a prompt: the next attempt at the request gets no help.
+HELP_LOST = "help_lost"
 KV_OVERFLOW = "kv_overflow"  # code of a node that the next attempt at the request needs KV of 16 bits
 # What an encoder's output is filled up to, so that the decoder begins in a block of its own: block sizes divide it.
 SPAN_MULTIPLE = 64  # the default block size

@@ -120,7 +120,7 @@ def test_each_fault_at_each_moment(fault: str, num_blocks: tuple[int, ...], ever
         end = ended(world)
         ends[end] = ends.get(end, 0) + 1
     assert moment > 40, "little of this showed anything"
-    assert set(ends) <= {"done", "cancelled", "handoff_failed"}
+    assert set(ends) <= {"done", "cancelled", "help_lost"}
 
 
 def test_an_attempt_finds_what_was_verified_when_the_one_before_failed() -> None:
@@ -132,7 +132,7 @@ def test_an_attempt_finds_what_was_verified_when_the_one_before_failed() -> None
         first = world.nodes[0]
         verified = [share.num_verified_tokens for share in first.handoffs.shares._shares.values() if share.is_engaged]
         world.lose_each_other(world.nodes[0], world.nodes[1])
-        if ended(world) == "handoff_failed":
+        if ended(world) == "help_lost":
             assert first.pool.num_cached >= verified[0] // BLOCK
             kept.append(first.pool.num_cached * BLOCK)
             world.submit("r again", 5 * CHUNK - 3, 0)

@@ -83,6 +83,7 @@ def test_others_do_not(other: NodeView) -> None:
     [
         {"num_prompt_tokens": LEAST_TOKENS - 1},
         {"avoid": frozenset({NodeKey("x", 1)})},
+        {"goes_alone": True},
         {"prompt_logprobs": True},
     ],
 )

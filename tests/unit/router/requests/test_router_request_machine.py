@@ -349,6 +349,18 @@ def test_a_node_that_lost_the_other_one_is_not_avoided(reporter: NodeKey, lost: 
     assert machine.attempts.live["r"].avoid == {lost}
 
 
+def test_a_node_that_lost_help_is_not_avoided_and_gets_none() -> None:
+    machine = make(max_attempts=3)
+    _prefilling(machine)
+    assert not machine.attempts.live["r"].goes_alone
+    machine.request_failed(PK, failed(True, "help_lost"), 0.0)
+    following = machine.attempts.live["r"]
+    assert (following.avoid, following.goes_alone, following.num_failures) == (set(), True, 1)
+    machine.placed("r", SPLIT, 0.0)
+    machine.request_failed(PK, failed(True, attempt=2), 0.0)
+    assert machine.attempts.live["r"].goes_alone, "and so do those behind it"
+
+
 def test_errors_of_the_deadlines() -> None:
     queued, running = make(), make()
     (fail,) = queued.tick(10.0)
