@@ -110,6 +110,9 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+WARPS = {"add_rms_norm_adapted": 16}  # as it is launched: with fewer a thread has more than a compiler does in time
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("name", CASES)
 def test_compiles(name: str, capability: int) -> None:
@@ -122,5 +125,7 @@ def test_compiles(name: str, capability: int) -> None:
         argument: "constexpr" if argument in constants else types.get(argument, "i32") for argument in kernel.arg_names
     }
     source = ASTSource(kernel, signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS.get(name, 4)}
+    )
     assert compiled.metadata.shared <= 48 << 10
