@@ -56,10 +56,12 @@ def rotary_attention(
     """[T, H * D]. The product is overwritten. Hooks run as in `unified_attention`."""
     layer = get_forward_context().layer(layer_name)
     heads, kv_heads, size = layer.spec.num_heads, layer.spec.num_kv_heads, layer.spec.head_size
-    if isinstance(product_TC, UnaddedProduct) and not _rotation_adds(product_TC, layer, layer_name):
-        product_TC = added(product_TC)
     qkv_TC = product_TC.out if isinstance(product_TC, UnaddedProduct) else product_TC
-    if isinstance(product_TC, torch.Tensor) and _is_one_launch(layer, qkv_TC, layer_name):
+    is_one_launch, stores_here = _is_one_launch(layer, qkv_TC, layer_name), _stores_here(layer, qkv_TC)
+    if isinstance(product_TC, UnaddedProduct) and (is_one_launch or not stores_here or not rotation_adds(product_TC)):
+        added(product_TC)
+        product_TC = qkv_TC
+    if is_one_launch:
         slots, metadata = _slots_of(layer, layer_name), get_forward_context().metadata_of(layer_name)
         assert slots is not None
         tables, lengths = metadata.block_tables, metadata.seq_lens
@@ -67,7 +69,7 @@ def rotary_attention(
             qkv_TC, cos_sin_PD, tables, lengths, slots, heads, layer.spec.scale, norms
         )
         return out.view(-1, heads * size)
-    if not _stores_here(layer, qkv_TC):
+    if not stores_here:
         query, key, value = rotate_heads(qkv_TC, position_T, cos_sin_PD, heads, kv_heads, norms)
         return unified_attention(query, key, value, layer_name).view(-1, heads * size)
     rope_and_store(product_TC, position_T, cos_sin_PD, heads, kv_heads, norms, _slots_of(layer, layer_name))
@@ -131,12 +133,6 @@ def rotary_store(
         layer.store(key, value, cache, metadata)
     if context.hooks is not None:
         context.hooks.save_kv_layer(layer_name, cache, metadata)
-
-
-def _rotation_adds(product_TC: UnaddedProduct, layer: Attention, layer_name: str) -> bool:
-    """Whether the rotation adds this product's adapters: in a launch of its own, as of more than a few rows."""
-    qkv_TC = product_TC.out
-    return rotation_adds(product_TC) and _stores_here(layer, qkv_TC) and not _is_one_launch(layer, qkv_TC, layer_name)
 
 
 def _is_one_launch(layer: Attention, qkv_TC: torch.Tensor, layer_name: str) -> bool:

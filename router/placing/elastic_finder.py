@@ -116,9 +116,10 @@ def _asked(
     )
     mark = request.adapter
     adapter_s = {node.key: node.adapter_s(mark) for node in (*prefills, *decoders)} if mark else {}
-    is_plain = not (request.goes_alone or request.avoid or request.prompt_logprobs or request.is_precise)
     homes = _homes(request.session, prefills, decoders) if request.session and not cached else frozenset()
-    return Task(request.num_prompt_tokens, *_promised(request, computing), moves, is_plain, homes, adapter_s), fleet
+    return Task(
+        request.num_prompt_tokens, *_promised(request, computing), moves, request.may_be_shared, homes, adapter_s
+    ), fleet
 
 
 def _homes(session: str, prefills: Sequence[NodeView], decoders: Sequence[NodeView]) -> frozenset[NodeKey]:

@@ -48,9 +48,7 @@ def find_helpers(
     their work neither they nor that node have any; a request whose nodes have failed gets none."""
     choice, least = placement.choices[-1], options.prefill_shared_tokens
     most_nodes = min(options.prefill_nodes_per_prompt, max(1, 2 * choice.num_new_tokens // least))
-    if most_nodes < 2 or request.goes_alone or request.avoid or request.prompt_logprobs or request.is_precise:
-        return [], None
-    if placement.prefix is not None:
+    if most_nodes < 2 or not request.may_be_shared or placement.prefix is not None:
         return [], None
     if choice.num_new_tokens < least or not _may_share(choice.node) or choice.node.kind is None:
         return [], None

@@ -56,6 +56,11 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     waited_s: float = 0.0  # until now
     adapter: bytes = b""  # the mark of the one that it takes
 
+    @property
+    def may_be_shared(self) -> bool:
+        """Whether several nodes may compute its prompt."""
+        return not (self.goes_alone or self.avoid or self.prompt_logprobs or self.is_precise)
+
 
 class Placement(msgspec.Struct, frozen=True):
     """Which nodes serve a request, and why."""
