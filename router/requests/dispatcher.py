@@ -61,9 +61,16 @@ class Dispatcher:
         self._cluster, self._metrics, self._recent, self._clock = cluster, metrics, recent, clock
         self.active: set[Generation] = set()
         self.waiting: dict[str, Generation] = {}  # sub-request id -> its generation, without a node
+        self._asking: dict[str, Generation] = {}  # those that waited, and ask a node that has not answered yet
         self._by_id: dict[str, Generation] = {}
         self._orphans = Orphans()
         self._times = TokenTimes(metrics)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sub-requests that no node has taken yet. Whoever asks again waits still: full nodes would otherwise let in
+        as many more each time that those who wait ask."""
+        return len(self.waiting) + len(self._asking)
 
     def start(self, generation: Generation) -> None:
         self.active.add(generation)
@@ -84,7 +91,8 @@ class Dispatcher:
             generation.machine.check_integrity()
             assert not generation.machine.closed, "a closed generation is still active"
         assert set(self._by_id.values()) <= self.active
-        assert set(self.waiting.values()) <= self.active
+        assert {*self.waiting.values(), *self._asking.values()} <= self.active
+        assert not self.waiting.keys() & self._asking.keys()
 
     # --- events of the cluster --------------------------------------------------------------------------------
 
@@ -95,6 +103,7 @@ class Dispatcher:
             return
         generation = self._by_id.get(message.request_id)
         if generation is not None:
+            self._asking.pop(message.request_id, None)
             note_answer(generation.story, node, message, now)
             try:
                 self.carry_out(generation, generation.machine.answered(node, message, now))
@@ -108,6 +117,7 @@ class Dispatcher:
             if generation is None:
                 self._metrics.dropped_deltas.inc()
                 continue
+            self._asking.pop(delta.request_id, None)
             machine = generation.machine
             dropped = machine.num_dropped_deltas
             try:
@@ -196,8 +206,9 @@ class Dispatcher:
         self._cluster.forerunners.settled(generation.machine.spec.request_id, self._clock())
         for request_id in generation.submitted_ids:
             self._by_id.pop(request_id, None)
-        for request_id in [key for key, waiting in self.waiting.items() if waiting is generation]:
-            del self.waiting[request_id]
+        for without_node in (self.waiting, self._asking):
+            for request_id in [key for key, waiting in without_node.items() if waiting is generation]:
+                del without_node[request_id]
         self._metrics.active.set(len(self.active))
 
     def _emit(self, generation: Generation, action: EmitTokens) -> Sequence[Action]:
@@ -223,7 +234,7 @@ class Dispatcher:
 
     def _place(self, generation: Generation, request_id: str) -> Sequence[Action | _CountPlaced]:
         attempts, now = generation.machine.attempts, self._clock()
-        self.waiting.pop(request_id, None)
+        has_waited = self.waiting.pop(request_id, None) or self._asking.pop(request_id, None)
         if request_id not in attempts.queued():
             return ()
         placement = None
@@ -235,6 +246,8 @@ class Dispatcher:
                 return generation.machine.abort(error)
             self.waiting[request_id] = generation
             return ()
+        if has_waited:
+            self._asking[request_id] = generation
         if generation.placement is None:
             generation.placement, generation.placed_at = placement, now
         self._note_placement(generation.story, placement, now)

@@ -96,8 +96,8 @@ class CompletionService:
 
     @property
     def num_waiting(self) -> int:
-        """Sub-requests that no node could take yet."""
-        return len(self._dispatcher.waiting)
+        """Sub-requests that no node has taken yet."""
+        return self._dispatcher.num_waiting
 
     def facts(self) -> ModelFacts:
         """What is known of the served model. Raises UnavailableError while no node has said what is served."""
