@@ -20,6 +20,9 @@ from tandem.engine.device.cuda_driver import wait_for_value
 from tandem.kv_connector.protocol.jobs import ArrivingKV, LoadEvent
 
 MAX_FLAGS = 4096  # steps at a time that may wait; a guess
+# On CPU, for one layer, at most: meanwhile the node does nothing else, so it can't even say that something of its own
+# has failed, and the one that it waits for may wait for that. A guess.
+MOST_HOST_WAIT_S = 10.0
 LET_GO = (1 << 31) - 1  # more layers than there are: whoever waits goes on
 
 
@@ -169,9 +172,10 @@ class Arrivals:
 
     def wait(self, arriving: Arriving, num_layers: int) -> None:
         """Blocks until so many layers are there, or will not come."""
+        most = time.monotonic() + MOST_HOST_WAIT_S
         with self._changed:
             while arriving.num_layers < num_layers:
-                left_s = arriving.deadline - time.monotonic()
+                left_s = min(most, arriving.deadline) - time.monotonic()
                 if left_s <= 0:
                     self._let_go(arriving)
                 else:
