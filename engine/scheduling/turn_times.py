@@ -22,8 +22,10 @@ Note = Callable[[dict[str, float | str]], None]
 
 class TurnTimes:
     """Accounts of the turns of a step loop. A turn longer than `slow_s` seconds is slow, and `note` is called with it:
-    its parts, `total` and `cpu` in ms, its `reason`, and the rows, prompt tokens and new sequences of the step. `cpu`
-    is this thread's; what the parts besides "device" exceed it by, the thread waited for the GIL or a core."""
+    its parts, `total` and `cpu` in ms, its `reason`, the rows, prompt tokens and new sequences of the step, how many of
+    the rows are `chunks`, at which `place` of their prompts tokens of those stand on average, and to how many tokens,
+    the `context`, the other rows attend together. `cpu` is this thread's; what the parts besides "device" exceed it by,
+    the thread waited for the GIL or a core."""
 
     def __init__(
         self,
@@ -96,7 +98,15 @@ class TurnTimes:
             in_ms = {part: round(seconds * 1e3, 2) for part, seconds in parts.items()}
             sums = {"total": round(total * 1e3, 2), "cpu": round(cpu * 1e3, 2)}
             kinds = {"rows": len(step.rows), "prompt_tokens": num_prompt_tokens, "new": len(step.new_slots)}
-            self._note({"reason": reason, **sums, **in_ms, **kinds})
+            self._note({"reason": reason, **sums, **in_ms, **kinds, **_places(step)})
+
+
+def _places(step: SchedulerOutput) -> dict[str, int]:
+    chunks = [row for row in step.rows if row.num_tokens > 1]
+    places = sum(row.num_tokens * (row.start + row.num_tokens / 2) for row in chunks)
+    place = round(places / max(1, sum(row.num_tokens for row in chunks)))
+    context = sum(row.start + 1 for row in step.rows if row.num_tokens == 1)
+    return {"chunks": len(chunks), "place": place, "context": context}
 
 
 def _seconds_in(part: str) -> str:
