@@ -31,6 +31,8 @@ WORKLOADS = (
     Workload("prefill_8k", 32, 8, 8192, 1),
     Workload("ttft_8k_c1", 8, 1, 8192, 8),
     Workload("ttft_2k_c1", 12, 1, 2048, 8),
+    Workload("ttft_1k_c1", 12, 1, 1024, 8),
+    Workload("ttft_600_c1", 12, 1, 600, 8),
     Workload("prefix_shared", 192, 64, 4352, 64, 4096, 8),
 )
 

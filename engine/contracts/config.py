@@ -226,6 +226,9 @@ class NodeOptions:
     attention_backend: Annotated[str, "auto: the best that this machine has; or the name of one"] = "auto"
     compile: Annotated[bool, "have torch.compile make what a model computes between its layers' attention"] = False
     cuda_graphs: Annotated[bool, "replay captured graphs for decode steps"] = True
+    prompt_graph_tokens: Annotated[
+        Count, "steps with prompts of up to so many tokens replay graphs from one attention to the next; 0: none do"
+    ] = 0  # not measured on a GPU yet
     tune_products_s: Annotated[
         float,
         Meta(ge=0, le=3600),

@@ -30,7 +30,7 @@ from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.products import few_rows
-from tandem.kernels.products.adapter_rows import AdapterStack
+from tandem.kernels.products.adapter_rows import AdapterStack, UnaddedProduct
 from tandem.kernels.products.adapters import added
 from tandem.kernels.products.matmul import linear
 from tandem.kernels.products.rotary_attention import WantedTokens
@@ -149,12 +149,43 @@ class DecoderModel(nn.Module):
             few: torch.Tensor = self.norm(residual_TE)
             self._tap(len(self.layers), None, few)
             return few
-        x_TE = None
-        for index, layer in enumerate(self.layers[:-1]):
+        x_TE, residual_TE = self._through(self.layers[:-1], residual_TE, positions_T)
+        return self.last_layer(x_TE, residual_TE, positions_T, wanted)
+
+    @property
+    def can_be_divided(self) -> bool:
+        """See DividedModel."""
+        is_plain = self._compiled is None and self.guess_head is None and self.config.latents is None
+        return is_plain and len(self.layers) > 1
+
+    def all_but_last_layer(
+        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See DividedModel."""
+        x_TE, residual_TE = self._through(self.layers[:-1], self.embed_tokens(input_ids_T), positions_T)
+        assert isinstance(x_TE, torch.Tensor), "a pass without adapters, of more than one layer"
+        return x_TE, residual_TE
+
+    def _through(
+        self, layers: nn.ModuleList, residual_TE: torch.Tensor, positions_T: torch.Tensor
+    ) -> tuple[torch.Tensor | UnaddedProduct | None, torch.Tensor]:
+        x_TE, cos_sin = None, self.rotary.table()
+        for index, layer in enumerate(layers):
             self._tap(index, x_TE, residual_TE)
             x_TE, residual_TE = layer(x_TE, residual_TE, positions_T, cos_sin)
             if self.guess_head is not None:
                 x_TE = added(x_TE)
+        return x_TE, residual_TE
+
+    def last_layer(
+        self,
+        x_TE: torch.Tensor | UnaddedProduct | None,
+        residual_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        wanted: WantedTokens | None,
+    ) -> torch.Tensor:
+        """See DividedModel."""
+        cos_sin = self.rotary.table()
         self._tap(len(self.layers) - 1, x_TE, residual_TE)
         if self.guess_head is not None and len(self.layers) in self.guess_head.taps.layers:
             every_TE: torch.Tensor = self.norm(*self.layers[-1](x_TE, residual_TE, positions_T, cos_sin))
@@ -168,8 +199,9 @@ class DecoderModel(nn.Module):
         hidden: torch.Tensor = self.norm(x_TE, residual_TE)
         return hidden
 
-    def _tap(self, layer: int, x_TE: torch.Tensor | None, residual_TE: torch.Tensor) -> None:
+    def _tap(self, layer: int, x_TE: torch.Tensor | UnaddedProduct | None, residual_TE: torch.Tensor) -> None:
         if self.guess_head is not None:
+            assert not isinstance(x_TE, UnaddedProduct), "heads take whole products"
             self.guess_head.taps.take(layer, x_TE, residual_TE)
 
     def compile_forward(self) -> None:

@@ -1,4 +1,5 @@
-"""Steps launched kernel by kernel: any mix of rows, in pieces where the device has little memory.
+"""Steps launched kernel by kernel, or layer by layer where a prompt's graphs fit: any mix of rows, in pieces where the
+device has little memory.
 
 Shape legend: T tokens of a step, N sampled rows, L log-probabilities, H hidden size, V vocabulary.
 """
@@ -17,6 +18,7 @@ from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.drawing import TokenDrawing
 from tandem.engine.running.faults import StepFaults
 from tandem.engine.running.heads.features import HeadFeatures
+from tandem.engine.running.prompt_graphs import PromptGraphs
 from tandem.engine.running.runner_needs import Model
 from tandem.engine.running.sampler import logprobs_of
 from tandem.engine.running.step_inputs import ForwardInputs, StepInputs
@@ -53,6 +55,11 @@ class EagerSteps:
         self._connector = connector
         self._media = media
         self._features = features
+        self._prompt_graphs: PromptGraphs | None = None
+
+    def replay(self, graphs: PromptGraphs | None) -> None:
+        """Has these graphs computed what they take, from now on. None: nothing is replayed."""
+        self._prompt_graphs = graphs
 
     def compute(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """Runs any mix of rows and draws. When memory doesn't suffice, it runs them again in ever smaller pieces, to
@@ -97,6 +104,14 @@ class EagerSteps:
             hooks=hooks,
             adapters=inputs.adapters,
         )
+        graphs = self._prompt_graphs
+        if graphs is not None and media is None and graphs.takes(inputs):
+            try:
+                return graphs.forward(inputs, wanted, context)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                self._faults.on_launch_failure("a prompt's graph", "launching kernel by kernel", error)
         with set_forward_context(context):
             if media is not None:
                 return self._model(inputs.input_ids_T, inputs.positions_T, wanted, media)

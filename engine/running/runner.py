@@ -25,6 +25,7 @@ from tandem.engine.running.expert_balance import make_expert_balance
 from tandem.engine.running.faults import StepFaults
 from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.prefix_sharing import PrefixSharing
+from tandem.engine.running.prompt_graphs import DividedModel, PromptGraphs
 from tandem.engine.running.runner_needs import AdapterMemory, Followers, Model, QualityProbe
 from tandem.engine.running.sampler import SamplingBatch
 from tandem.engine.running.step_inputs import StepInputs
@@ -106,6 +107,7 @@ class ModelRunner:
         parts = self.state, self._inputs, self._drawing, self._faults
         self._eager = EagerSteps(model, *parts, worker_connector, media, self.features)
         self._graphs: DecodeGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
         self._may_replay = True
         if worker_connector is not None:
             worker_connector.register_kv_cache(pool)
@@ -235,6 +237,11 @@ class ModelRunner:
         """The tokens of the graphs that run small steps, rising; none before they are captured, or where none are."""
         return () if self._graphs is None else self._graphs.sizes
 
+    @property
+    def prompt_graph_sizes(self) -> Sequence[int]:
+        """The same of the graphs that run steps with prompts."""
+        return () if self._prompt_graphs is None else self._prompt_graphs.sizes
+
     @torch.inference_mode()
     def run_dummy(self, rows: Sequence[ScheduledRow]) -> None:
         """Runs one greedy step of such rows (single tokens first). Writes no KV and leaves the batch state as it is."""
@@ -248,19 +255,35 @@ class ModelRunner:
             logits_NV = self.model.project(self._eager.forward(inputs, wanted))
         self._drawing.choose(logits_NV, SamplingBatch())
 
-    def capture_decode_steps(self) -> None:
-        """Captures decode steps, so that from here on they replay graphs. CUDA only, once, after `warmup`."""
+    def capture_decode_steps(self, prompt_tokens: int = 0) -> None:
+        """Captures decode steps, so that from here on they replay graphs, and steps with prompts of up to so many
+        tokens, where the model can be divided. CUDA only, once, after `warmup`."""
         assert self._graphs is None, "captured once"
         assert self.device.type == "cuda"
         if self._followers is not None:
             self._followers.announce("capture")
         graphs = self.new_graphs()
         graphs.capture()
+        self._prompt_graphs = self.new_prompt_graphs(prompt_tokens)
+        if self._prompt_graphs is not None:
+            self._prompt_graphs.capture()
+            self._eager.replay(self._prompt_graphs)
         self._graphs = graphs
 
     def replay_graphs(self, may_replay: bool) -> None:
         """Says whether the steps from here on may be replayed, where graphs were captured."""
         self._may_replay = may_replay
+        self._eager.replay(self._prompt_graphs if may_replay else None)
+
+    def new_prompt_graphs(self, max_tokens: int) -> PromptGraphs | None:
+        """Graphs for steps with prompts of up to so many tokens, not yet captured. None: for none, or the model can't
+        be divided, or other ranks compute parts of it."""
+        most = min(max_tokens, self._max_num_tokens)
+        if not most or self.model.group is not None:
+            return None
+        if not isinstance(self.model, DividedModel) or not self.model.can_be_divided:
+            return None
+        return PromptGraphs(self.model, most, self.device)
 
     def new_graphs(self) -> DecodeGraphs:
         """Graphs for this runner's steps, not yet captured."""

@@ -26,6 +26,16 @@ class LayerHooks(Protocol):
         """Enqueues, after the layer wrote its KV, the push of `kv_layer`'s new tokens."""
 
 
+class LayerCuts(Protocol):
+    """Takes the place of each layer's attention in a pass that is captured in parts."""
+
+    def attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str, kv_is_stored: bool
+    ) -> torch.Tensor:
+        """Ends the part before this attention and begins the next one. Returns where the output will stand, like
+        `query`."""
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """One forward pass. `attn_metadata` is one object for all layers or a mapping from layer name."""
@@ -35,6 +45,7 @@ class ForwardContext:
     virtual_engine: int = 0
     hooks: LayerHooks | None = None
     adapters: AdapterRows | None = None  # None: no row of this pass takes an adapter
+    cuts: LayerCuts | None = None  # None: attention is computed
 
     def metadata_of(self, layer_name: str) -> AttentionMetadata:
         if isinstance(self.attn_metadata, Mapping):

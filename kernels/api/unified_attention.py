@@ -28,6 +28,8 @@ def _unified_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str, kv_is_stored: bool
 ) -> torch.Tensor:
     context = get_forward_context()
+    if context.cuts is not None:
+        return context.cuts.attention(query, key, value, layer_name, kv_is_stored)
     layer = context.layer(layer_name)
     metadata = context.metadata_of(layer_name)
     kv_cache = layer.kv_cache[context.virtual_engine]

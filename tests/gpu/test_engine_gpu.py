@@ -35,11 +35,12 @@ NUM_TOKENS = 64
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("way", ["single", "eager", "local", "tcp"])
+@pytest.mark.parametrize("way", ["single", "eager", "prompt graphs", "local", "tcp"])
 def test_greedy_against_fp32(way: str, dtype: str) -> None:
-    """With captured decode steps, and step by step ("eager")."""
+    """With captured decode steps, with steps with prompts captured as well, and step by step ("eager")."""
     common = {"device": "cuda", "num_blocks": 256, "cuda_graphs": way != "eager"}
-    roles = ["unified"] if way in ("single", "eager") else ["decode", "prefill"]
+    common["prompt_graph_tokens"] = 512 if way == "prompt graphs" else 0
+    roles = ["unified"] if way in ("single", "eager", "prompt graphs") else ["decode", "prefill"]
     nodes = []
     for index, role in enumerate(roles):
         options = node_options(role, DEMO, **common, device_index=index % torch.cuda.device_count())

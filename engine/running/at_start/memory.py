@@ -11,6 +11,7 @@ from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.runner_needs import AdapterMemory, Model
 
 DRIVER_BYTES_PER_GRAPH = 16 << 20  # generous; what the driver keeps for a graph of some 400 kernels; a guess
+DRIVER_BYTES_PER_SEGMENT = 1 << 19  # the same for one of ten; a guess
 
 
 def profile_free_bytes(
@@ -22,11 +23,13 @@ def profile_free_bytes(
     gpu_memory_utilization: float,
     cuda_graphs: bool,
     adapters: AdapterMemory | None = None,
+    prompt_graph_tokens: int = 0,
 ) -> int:
     """CUDA bytes left for the pool: the share of the device's memory we may use, less what the worst step needs.
 
     Runs that step on a pool of one block, which is dropped again. Memory that other processes hold counts as used.
-    `cuda_graphs`: the node will capture decode steps, whose memory stays taken beside that of other steps.
+    `cuda_graphs`: the node will capture decode steps, whose memory stays taken beside that of other steps, and steps
+    with prompts of up to `prompt_graph_tokens` tokens.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -35,7 +38,7 @@ def profile_free_bytes(
     runner.warmup()
     peak = torch.cuda.max_memory_reserved(device)
     if cuda_graphs:
-        peak += _graph_bytes(runner, device)
+        peak += _graph_bytes(runner, device) + _prompt_graph_bytes(runner, device, prompt_graph_tokens)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
@@ -63,3 +66,16 @@ def _graph_bytes(runner: ModelRunner, device: torch.device) -> int:
         graphs.batch.forward(runner.max_graph_rows, with_adapters=bool(graphs.adapted_sizes))
     step = torch.cuda.max_memory_allocated(device) - before
     return int(1.25 * step) + graphs.num_graphs * DRIVER_BYTES_PER_GRAPH
+
+
+def _prompt_graph_bytes(runner: ModelRunner, device: torch.device, max_tokens: int) -> int:
+    """The same of captured steps with prompts, and the tensors between their segments."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    graphs = runner.new_prompt_graphs(max_tokens)
+    if graphs is None:
+        return 0
+    with torch.inference_mode():
+        graphs.pass_over(graphs.sizes[-1])
+    step = torch.cuda.max_memory_allocated(device) - before
+    return int(1.25 * step) + graphs.num_graphs * DRIVER_BYTES_PER_SEGMENT

@@ -27,6 +27,9 @@ class DummySteps(Protocol):
     @property
     def graph_sizes(self) -> Sequence[int]: ...
 
+    @property
+    def prompt_graph_sizes(self) -> Sequence[int]: ...
+
     def run_dummy(self, rows: Sequence[ScheduledRow]) -> None: ...
 
 
@@ -35,7 +38,8 @@ def measure_step_times(runner: DummySteps, max_tokens: int, times: StepTimes) ->
     each graph, and of some beyond. Steps are launched back to back, as in serving. Writes no KV."""
     seconds: dict[int, float] = {}
     largest = max(runner.graph_sizes, default=0)
-    for tokens in (*runner.graph_sizes, *(size for size in MEASURED_TOKENS if size > largest)):
+    beyond = runner.prompt_graph_sizes or MEASURED_TOKENS
+    for tokens in (*runner.graph_sizes, *(size for size in beyond if size > largest)):
         if LEAST_TOKENS <= tokens <= max_tokens:
             rows = [ScheduledRow(0, 0, 1)] * NUM_DECODES + [ScheduledRow(0, 0, tokens - NUM_DECODES)]
             runner.run_dummy(rows)

@@ -1,0 +1,202 @@
+"""Steps with prompts as CUDA graphs from one layer's attention to the next.
+
+Attention's launches depend on lengths, so they can't be captured for any step; all else of a layer depends on the
+number of tokens alone. So a pass is cut at each attention: what lies between two of them, a segment, is a graph, and
+attention is launched between replays, with the connector's hooks. A step takes the segments of the smallest size that
+holds its tokens; what is left is padding, whose slot is -1. The last layer, of which only wanted tokens are computed,
+is launched (docs/steps.md#prompts-as-graphs).
+
+Shape legend: T tokens of a step, G tokens of a graph, E hidden size.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from tandem.engine.running.decode_graphs import without_garbage
+from tandem.engine.running.step_inputs import ForwardInputs
+from tandem.kernels.api.attention import Attention
+from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
+from tandem.kernels.api.metadata import AttentionMetadata
+from tandem.kernels.api.unified_attention import unified_attention
+from tandem.kernels.products.rotary_attention import WantedTokens
+
+
+class Graph(Protocol):
+    """What is used of torch.cuda.CUDAGraph."""
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+
+@runtime_checkable
+class DividedModel(Protocol):
+    """A model whose pass is that of its last layer behind that of all others."""
+
+    @property
+    def attention_layers(self) -> Mapping[str, Attention]: ...
+
+    @property
+    def can_be_divided(self) -> bool:
+        """Whether each layer but the last calls `unified_attention` once, in their order, with all tokens."""
+
+    def all_but_last_layer(
+        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what is still to be added to the residual stream, the stream), both [T, E]."""
+
+    def last_layer(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, positions_T: torch.Tensor, wanted: WantedTokens | None
+    ) -> torch.Tensor:
+        """Normalised hidden states of the wanted tokens (None: of all)."""
+
+
+class Segment(NamedTuple):
+    """A graph, and the layer whose attention comes behind it; "": none does."""
+
+    graph: Graph
+    layer: str
+    kv_is_stored: bool
+
+
+def prompt_graph_sizes(max_tokens: int) -> list[int]:
+    """Tokens of the captured steps: padding costs a fifteenth at most from 1,024 tokens on. A guess."""
+    ladder = [32, *range(64, 1024, 64), *range(1024, max_tokens, 128)]
+    return [*(size for size in ladder if size < max_tokens), max_tokens]
+
+
+class PromptGraphs:
+    """The segments of one model's steps: `capture` must come first, once the KV pool is bound. All sizes read and write
+    the same tensors around attention, since only one step runs at a time."""
+
+    def __init__(
+        self,
+        model: DividedModel,
+        max_tokens: int,
+        device: torch.device,
+        new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
+    ) -> None:
+        self._model, self._device, self._new_graph = model, device, new_graph
+        self.sizes = prompt_graph_sizes(max_tokens)
+        self._input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self._words = torch.zeros((2, max_tokens), dtype=torch.int64, device=device)  # positions, slots
+        self._words[1] = -1
+        self._tensors: dict[str, torch.Tensor] = {}  # what attention reads and writes, and what the last segment leaves
+        self._segments: dict[int, list[Segment]] = {}
+        self._capture: _Capture | None = None
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self.sizes) * len(self._model.attention_layers)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Captures all sizes, the largest first, so that smaller ones find their memory in the shared pool."""
+        on_cuda = self._device.type == "cuda"
+        pool = torch.cuda.graph_pool_handle() if on_cuda else None
+        stream = torch.cuda.Stream(self._device) if on_cuda else None
+        with without_garbage():
+            for size in reversed(self.sizes):
+                self.pass_over(size)  # compiles kernels, makes cached constants: not under capture
+                if on_cuda:
+                    torch.cuda.synchronize(self._device)
+                with nullcontext() if stream is None else torch.cuda.stream(stream), self._capturing(pool):
+                    self.pass_over(size)
+                    assert self._capture is not None
+                    self._segments[size] = self._capture.segments
+
+    def pass_over(self, size: int) -> None:
+        """Computes all layers but the last of `size` tokens, without attention."""
+        metadata = self._without_lengths(size)
+        with set_forward_context(ForwardContext(metadata, self._model.attention_layers, cuts=self)):
+            x_GE, residual_GE = self._model.all_but_last_layer(self._input_ids[:size], self._words[0, :size])
+        self._keep("x", x_GE)
+        self._keep("residual", residual_GE)
+
+    def attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str, kv_is_stored: bool
+    ) -> torch.Tensor:
+        """Cuts the pass here (`LayerCuts`)."""
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            self._keep(name, tensor)
+        if "out" not in self._tensors:
+            self._tensors["out"] = torch.zeros_like(self._tensors["query"])
+        if self._capture is not None:
+            self._capture.cut(layer_name, kv_is_stored)
+        return self._tensors["out"][: len(query)]
+
+    def takes(self, inputs: ForwardInputs) -> bool:
+        """Whether these inputs are those of a step that was captured."""
+        return inputs.adapters is None and inputs.links_3T is None and len(inputs.positions_T) <= self.sizes[-1]
+
+    def forward(self, inputs: ForwardInputs, wanted: WantedTokens | None, context: ForwardContext) -> torch.Tensor:
+        """Normalised hidden states of the wanted tokens (None: of all T). Valid until the next step."""
+        num, positions_T = len(inputs.positions_T), inputs.positions_T
+        size = self.sizes[bisect.bisect_left(self.sizes, num)]
+        self._input_ids[:num].copy_(inputs.input_ids_T)
+        self._words[0, :num].copy_(positions_T)
+        self._words[1, :num].copy_(inputs.metadata.slot_mapping)
+        if num < size:
+            self._words[1, num:size].fill_(-1)
+        tensors = self._tensors
+        with set_forward_context(context):
+            for graph, layer, kv_is_stored in self._segments[size]:
+                graph.replay()
+                if layer:
+                    query, key, value = (tensors[name][:num] for name in ("query", "key", "value"))
+                    tensors["out"][:num].copy_(unified_attention(query, key, value, layer, kv_is_stored))
+            return self._model.last_layer(tensors["x"][:num], tensors["residual"][:num], positions_T, wanted)
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Copies a tensor [G, ...] to where each pass leaves what it calls so."""
+        if name not in self._tensors:
+            shape = (self.sizes[-1], *tensor.shape[1:])
+            self._tensors[name] = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+        self._tensors[name][: len(tensor)].copy_(tensor)
+
+    def _without_lengths(self, size: int) -> AttentionMetadata:
+        """What a pass needs of a step's metadata besides attention: where keys and values go."""
+        nothing = self._words[0, :0]
+        return AttentionMetadata(
+            query_start_loc=nothing, seq_lens=nothing, block_tables=nothing, slot_mapping=self._words[1, :size],
+            num_decode_rows=0, max_query_len=size, max_seq_len=size, query_lens_cpu=(size,), seq_lens_cpu=(size,),
+        )  # fmt: skip
+
+    @contextmanager
+    def _capturing(self, pool: Any) -> Iterator[None]:
+        self._capture = _Capture(self._new_graph, pool)
+        try:
+            yield
+            self._capture.end()
+        finally:
+            self._capture = None
+
+
+class _Capture:
+    """The segments of one size while they are captured."""
+
+    def __init__(self, new_graph: Callable[[], Graph], pool: Any) -> None:
+        self._new_graph, self._pool = new_graph, pool
+        self.segments: list[Segment] = []
+        self._begin()
+
+    def cut(self, layer: str, kv_is_stored: bool) -> None:
+        self.end(layer, kv_is_stored)
+        self._begin()
+
+    def end(self, layer: str = "", kv_is_stored: bool = False) -> None:
+        self._graph.capture_end()
+        self.segments.append(Segment(self._graph, layer, kv_is_stored))
+
+    def _begin(self) -> None:
+        self._graph = self._new_graph()
+        # What other threads do (a transfer, another node of this process) must not end the capture.
+        self._graph.capture_begin(self._pool, "thread_local")

@@ -1,0 +1,123 @@
+"""Steps with prompts as graphs between attentions, over graphs that need no GPU: what is computed without them, but for
+the rounding of products of more rows, whatever is in the step."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from handmade_steps import BLOCK, CPU, RecordingConnector, decode_step, make_runner, new_slot, prompt_step
+from recorded_graphs import RecordedGraph, Recorder
+
+from tandem.engine.running.prompt_graphs import PromptGraphs, prompt_graph_sizes
+from tandem.engine.running.runner import ModelRunner
+from tandem.engine.scheduling.step import SampleRow, ScheduledRow, SchedulerOutput, StepMeta
+from tandem.kernels.api import selection
+from tiny_models import random_prompt, reference_greedy, tiny_model
+
+LARGEST = 80  # tokens
+
+
+def with_graphs(folder: Path, connector: RecordingConnector | None = None) -> tuple[ModelRunner, Recorder]:
+    runner, recorder = make_runner(folder, connector=connector), Recorder()
+    graphs = PromptGraphs(runner.model, LARGEST, CPU, recorder.graph)
+    with recorder:
+        graphs.capture()
+    runner._eager.replay(graphs)
+    return runner, recorder
+
+
+def chunk_step(step_id: int, slot: int, prompt: list[int], begin: int, end: int, *decodes: int) -> SchedulerOutput:
+    """Part of a prompt, which samples at its end, beside slots that decode at these positions (slot 1, 2, …)."""
+    rows = [ScheduledRow(place, position, 1) for place, position in enumerate(decodes, 1)]
+    samples = [SampleRow(i, row.slot, row.start + 1, 0, 1) for i, row in enumerate(rows)]
+    if end == len(prompt):
+        samples.append(SampleRow(len(rows), slot, end, 0, 0))
+    new = () if begin else (new_slot(slot, prompt, tuple(range(1, 1 + len(prompt) // BLOCK + 1))),)
+    return SchedulerOutput(step_id, (*rows, ScheduledRow(slot, begin, end - begin)), tuple(samples), new_slots=new)
+
+
+# Not of experts: on a CPU how many tokens each gets decides on what torch calls.
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+def test_any_mix_of_rows_is_computed_as_without_graphs(kind: str) -> None:
+    folder = tiny_model(kind)
+    (replaying, recorder), plain = with_graphs(folder), make_runner(folder)
+    layers = len(plain.model.attention_layers)
+    assert recorder.num_graphs == len(prompt_graph_sizes(LARGEST)) * layers
+    rng, prompts = random.Random(1), {1: random_prompt(20, seed=2), 2: random_prompt(5, seed=3)}
+    steps, long = [prompt_step(prompts, {1: (20, 21, 22), 2: (23, 19)})], random_prompt(100, seed=4)
+    begin = 0
+    while begin < len(long):
+        end = min(len(long), begin + rng.choice((1, 7, 31, 33, 64)))
+        steps.append(chunk_step(len(steps), 0, long, begin, end, 19 + len(steps), 4 + len(steps)))
+        begin = end
+    replays = 0
+    for step in steps:
+        replays += step.num_tokens <= LARGEST
+        tokens = [each.execute(step).result().token_ids.tolist() for each in (replaying, plain)]
+        assert tokens[0] == tokens[1]
+        torch.testing.assert_close(replaying.pool, plain.pool, rtol=1e-4, atol=1e-5)
+        assert torch.equal(replaying.pool == 0, plain.pool == 0), "padding is written nowhere"
+    assert replays == len(steps) > 3
+
+
+def test_the_tokens_are_those_of_transformers() -> None:
+    runner, _ = with_graphs(tiny_model("llama"))
+    prompt = random_prompt(33, seed=2)
+    made = runner.execute(prompt_step({0: prompt}, {0: (7, 3, 11, 2)})).result().token_ids.tolist()
+    for step in range(1, 12):
+        made += runner.execute(decode_step(step, {0: 32 + step})).result().token_ids.tolist()
+    assert made == reference_greedy(tiny_model("llama"), prompt, 12).token_ids
+
+
+def test_the_connector_sees_each_layer_in_turn() -> None:
+    connector = RecordingConnector()
+    runner, _ = with_graphs(tiny_model("llama"), connector)
+    step = prompt_step({0: random_prompt(40, seed=5)}, {0: (3, 4, 5)})
+    meta = SchedulerOutput(step.step_id, step.rows, step.samples, new_slots=step.new_slots, connector_meta=StepMeta())
+    runner.execute(meta)
+    assert connector.calls == ["register", "start", *["wait", "save"] * len(runner.model.attention_layers), "saved"]
+
+
+def test_a_larger_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, _ = with_graphs(tiny_model("llama"))
+    monkeypatch.setattr(RecordedGraph, "replay", lambda _: pytest.fail("it has no graph"))
+    prompt = random_prompt(LARGEST + 1, seed=6)
+    made = runner.execute(prompt_step({0: prompt}, {0: tuple(range(1, 8))})).result().token_ids.tolist()
+    assert made == reference_greedy(tiny_model("llama"), prompt, 1).token_ids
+
+
+def test_a_graph_that_cannot_be_launched_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, _ = with_graphs(tiny_model("llama"))
+
+    def fail(graph: RecordedGraph) -> None:
+        raise RuntimeError("CUDA error: too many resources requested for launch")
+
+    monkeypatch.setattr(RecordedGraph, "replay", fail)
+    before = sum(selection.fallback_counts().values())
+    prompt = random_prompt(33, seed=2)
+    made = runner.execute(prompt_step({0: prompt}, {0: (7, 3, 11)})).result().token_ids.tolist()
+    assert made == reference_greedy(tiny_model("llama"), prompt, 1).token_ids
+    assert sum(selection.fallback_counts().values()) == before + 1
+
+
+def test_who_profiles_sees_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, _ = with_graphs(tiny_model("llama"))
+    monkeypatch.setattr(RecordedGraph, "replay", lambda _: pytest.fail("it was told not to"))
+    runner.replay_graphs(False)
+    runner.execute(prompt_step({0: random_prompt(33, seed=2)}, {0: (7, 3, 11)})).result()
+
+
+def test_none_are_made_where_none_are_asked_for() -> None:
+    runner = make_runner(tiny_model("llama"))
+    assert runner.new_prompt_graphs(0) is None
+    graphs = runner.new_prompt_graphs(10_000)
+    assert graphs is not None
+    assert graphs.sizes[-1] == 96, "a step has no more tokens"
+
+
+def test_sizes() -> None:
+    assert prompt_graph_sizes(2048) == [32, *range(64, 1024, 64), *range(1024, 2048, 128), 2048]
+    assert prompt_graph_sizes(16) == [16]
