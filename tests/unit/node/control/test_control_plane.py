@@ -167,7 +167,7 @@ def test_another_model_is_refused_by_name(make: Callable[..., Plane]) -> None:
     (refused,) = source.of(PeerRefused)
     assert refused.ref == sink.ref
     assert "identity.config" in refused.reason
-    assert sink.control.counters.refused == 1
+    assert sink.control.counters.refused >= 1, "once for each time that it asks"
     assert not sink.events
 
 
