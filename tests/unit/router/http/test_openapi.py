@@ -12,10 +12,12 @@ from router_in_thread import RouterInThread
 from starlette.routing import Route
 
 from stand_in_node import StandInNode
+from tandem.engine.contracts.config import ModelOptions, RouterOptions
 from tandem.router.access.api_keys import ApiKeys
 from tandem.router.access.gate import Gate
 from tandem.router.chat.chat import Chat
 from tandem.router.http.app import make_app
+from tandem.router.http.openapi import description
 from tandem.router.watching.desk import RequestDesk
 from tandem.router.watching.feed import DashboardFeed
 
@@ -42,6 +44,17 @@ def test_every_path_and_method_is_described(router: RouterInThread, folder: Path
         assert isinstance(route, Route)
         served[route.path.replace(":path", "")] = {method.lower() for method in route.methods or ()}
     assert {path: set(methods) for path, methods in found["paths"].items()} == served
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_form_with_a_file_is_one_of_those_described(is_strict: bool) -> None:
+    described = description(RouterOptions(model=ModelOptions(model="m"), strict_requests=is_strict))
+    form = described["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"]["content"]["multipart/form-data"]
+    assert form["schema"] == {"$ref": "#/components/schemas/TranscriptionBody"}
+    fields = described["components"]["schemas"]["TranscriptionBody"]
+    assert "file" in fields["required"]
+    assert fields["properties"]["file"] == {"type": "string", "format": "binary"}
+    assert fields.get("additionalProperties") == (False if is_strict else None)
 
 
 def test_what_is_described_is_served(router: RouterInThread, found: dict[str, Any]) -> None:
