@@ -11,25 +11,19 @@ model in bf16 on an H200). `sum` is the time of all of them, beside it the share
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from handoff_timeline import read_folder
 
 from tandem.deploy.bench.simulated.costs import CostModel
 from tandem.deploy.explain import table
 
 BOUNDS = (0, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 MEDIANS = ("place", "rows", "context", "total", "device", "launch", "cpu")
-
-
-def slow_steps(folder: Path) -> Iterator[dict[str, Any]]:
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            if '"slow step"' in line:
-                yield json.loads(line)
 
 
 def modelled_ms(step: dict[str, Any], costs: CostModel) -> float:
@@ -56,7 +50,8 @@ def report(steps: Iterable[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    print(report(slow_steps(parser.parse_args().folder)))
+    lines = read_folder(parser.parse_args().folder)
+    print(report(line for line in lines if line["stage"] == "slow step"))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,11 @@ class LiveAttempts:
         """Sub-requests that want nodes."""
         return [a.request_id for a in self.live.values() if a.state is AttemptState.QUEUED]
 
+    def is_untaken(self, request_id: str) -> bool:
+        """Whether the sub-request wants nodes, or has asked some that have not all answered."""
+        attempt = self.live.get(request_id)
+        return attempt is not None and attempt.state in (AttemptState.QUEUED, AttemptState.PLACED)
+
     def may_be_placed(self, request_id: str, now: float) -> bool:
         """Whether the sub-request wants nodes, and has waited long enough since it was turned away."""
         attempt = self.live.get(request_id)

@@ -60,17 +60,12 @@ class Dispatcher:
     ) -> None:
         self._cluster, self._metrics, self._recent, self._clock = cluster, metrics, recent, clock
         self.active: set[Generation] = set()
-        self.waiting: dict[str, Generation] = {}  # sub-request id -> its generation, without a node
-        self._asking: dict[str, Generation] = {}  # those that waited, and ask a node that has not answered yet
+        # Sub-request id -> its generation. Whoever had to wait stays here until a node takes it: full nodes would let
+        # in as many more each time that those who wait ask.
+        self.waiting: dict[str, Generation] = {}
         self._by_id: dict[str, Generation] = {}
         self._orphans = Orphans()
         self._times = TokenTimes(metrics)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sub-requests that no node has taken yet. Whoever asks again waits still: full nodes would otherwise let in
-        as many more each time that those who wait ask."""
-        return len(self.waiting) + len(self._asking)
 
     def start(self, generation: Generation) -> None:
         self.active.add(generation)
@@ -91,8 +86,7 @@ class Dispatcher:
             generation.machine.check_integrity()
             assert not generation.machine.closed, "a closed generation is still active"
         assert set(self._by_id.values()) <= self.active
-        assert {*self.waiting.values(), *self._asking.values()} <= self.active
-        assert not self.waiting.keys() & self._asking.keys()
+        assert set(self.waiting.values()) <= self.active
 
     # --- events of the cluster --------------------------------------------------------------------------------
 
@@ -103,12 +97,12 @@ class Dispatcher:
             return
         generation = self._by_id.get(message.request_id)
         if generation is not None:
-            self._asking.pop(message.request_id, None)
             note_answer(generation.story, node, message, now)
             try:
                 self.carry_out(generation, generation.machine.answered(node, message, now))
             except Exception:
                 self._give_up(generation)
+            self._note_taken(generation, message.request_id)
 
     def _on_tokens(self, node: NodeKey, message: Tokens, now: float) -> None:
         self._times.begin(now)
@@ -117,7 +111,6 @@ class Dispatcher:
             if generation is None:
                 self._metrics.dropped_deltas.inc()
                 continue
-            self._asking.pop(delta.request_id, None)
             machine = generation.machine
             dropped = machine.num_dropped_deltas
             try:
@@ -127,6 +120,7 @@ class Dispatcher:
                 self.carry_out(generation, actions)
             except Exception:
                 self._give_up(generation)
+            self._note_taken(generation, delta.request_id)
         self._times.end()
 
     def on_up(self, node: NodeKey) -> None:
@@ -148,6 +142,10 @@ class Dispatcher:
             except Exception:
                 self._give_up(generation)
         self._orphans.lost(node, orphans)
+
+    def _note_taken(self, generation: Generation, request_id: str) -> None:
+        if request_id in self.waiting and not generation.machine.attempts.is_untaken(request_id):
+            del self.waiting[request_id]
 
     def on_room(self) -> None:
         for request_id, generation in list(self.waiting.items()):
@@ -206,9 +204,8 @@ class Dispatcher:
         self._cluster.forerunners.settled(generation.machine.spec.request_id, self._clock())
         for request_id in generation.submitted_ids:
             self._by_id.pop(request_id, None)
-        for without_node in (self.waiting, self._asking):
-            for request_id in [key for key, waiting in without_node.items() if waiting is generation]:
-                del without_node[request_id]
+        for request_id in [key for key, waiting in self.waiting.items() if waiting is generation]:
+            del self.waiting[request_id]
         self._metrics.active.set(len(self.active))
 
     def _emit(self, generation: Generation, action: EmitTokens) -> Sequence[Action]:
@@ -234,7 +231,6 @@ class Dispatcher:
 
     def _place(self, generation: Generation, request_id: str) -> Sequence[Action | _CountPlaced]:
         attempts, now = generation.machine.attempts, self._clock()
-        has_waited = self.waiting.pop(request_id, None) or self._asking.pop(request_id, None)
         if request_id not in attempts.queued():
             return ()
         placement = None
@@ -246,8 +242,6 @@ class Dispatcher:
                 return generation.machine.abort(error)
             self.waiting[request_id] = generation
             return ()
-        if has_waited:
-            self._asking[request_id] = generation
         if generation.placement is None:
             generation.placement, generation.placed_at = placement, now
         self._note_placement(generation.story, placement, now)

@@ -97,7 +97,7 @@ class CompletionService:
     @property
     def num_waiting(self) -> int:
         """Sub-requests that no node has taken yet."""
-        return self._dispatcher.num_waiting
+        return len(self._dispatcher.waiting)
 
     def facts(self) -> ModelFacts:
         """What is known of the served model. Raises UnavailableError while no node has said what is served."""

@@ -78,14 +78,17 @@ def test_work_goes_the_other_way_when_the_mix_does(alone: Alone) -> None:
                 for prompt, choice in zip(prompts, answer.json()["choices"], strict=True):
                     assert [choice["token_ids"]] == alone.run(prompt, changed(GREEDY, max_tokens=LENGTH))
 
-            def chat_stays() -> bool:
-                """Whether any of a round of chat does. What a token takes is measured, and a busy machine misleads."""
-                stayed = placed(router, "stays")
-                for prompt in CHAT:
-                    ask([prompt])
-                return placed(router, "stays") > stayed
+            def stays(prompt: list[int]) -> bool:
+                before = placed(router, "stays")
+                ask([prompt])
+                return placed(router, "stays") == before + 1
 
-            wait_until(chat_stays, "chat to stay")
+            def wait_until_chat_stays(what: str) -> None:
+                """Until each has. What a token takes is measured, and a busy machine misleads."""
+                for prompt in CHAT:
+                    wait_until(lambda prompt=prompt: stays(prompt), what)
+
+            wait_until_chat_stays("chat to stay")
             handed = placed(router, "hands over")
             seeds = itertools.count()
             wait_until(
@@ -94,7 +97,7 @@ def test_work_goes_the_other_way_when_the_mix_does(alone: Alone) -> None:
                 )[1],
                 "somebody else to compute",
             )  # fmt: skip
-            wait_until(chat_stays, "chat to stay again")
+            wait_until_chat_stays("chat to stay again")
 
             def plans() -> list[dict]:
                 asked = {"model": model, "prompt": CHAT[0], "max_tokens": 5}
