@@ -235,7 +235,7 @@ def size_pool(loaded: LoadedModel, options: NodeOptions, taken_bytes: int = 0) -
             options.cache.gpu_memory_utilization,
             loaded.replays_graphs,
             loaded.adapters,
-            options.prompt_graph_tokens if loaded.replays_graphs else 0,
+            options.prompt_graph_tokens,
         )
         if loaded.model.media_encoder is not None:
             free -= options.cache.media_cache_bytes

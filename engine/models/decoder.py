@@ -141,15 +141,15 @@ class DecoderModel(nn.Module):
             hidden_TE = self._compiled(input_ids_T, positions_T)
             return hidden_TE if wanted is None else hidden_TE[wanted.index]
         residual_TE = self.embed_tokens(input_ids_T)
-        cos_sin = self.rotary.table()
         if self._takes_few_rows(residual_TE, wanted):
+            cos_sin = self.rotary.table()
             for index, each in enumerate(self._layers()):
                 self._tap(index, None, residual_TE)
                 each.forward_few_rows(residual_TE, positions_T, cos_sin)
             few: torch.Tensor = self.norm(residual_TE)
             self._tap(len(self.layers), None, few)
             return few
-        x_TE, residual_TE = self._through(self.layers[:-1], residual_TE, positions_T)
+        x_TE, residual_TE = self._before_last(residual_TE, positions_T)
         return self.last_layer(x_TE, residual_TE, positions_T, wanted)
 
     @property
@@ -162,15 +162,15 @@ class DecoderModel(nn.Module):
         self, input_ids_T: torch.Tensor, positions_T: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DividedModel."""
-        x_TE, residual_TE = self._through(self.layers[:-1], self.embed_tokens(input_ids_T), positions_T)
+        x_TE, residual_TE = self._before_last(self.embed_tokens(input_ids_T), positions_T)
         assert isinstance(x_TE, torch.Tensor), "a pass without adapters, of more than one layer"
         return x_TE, residual_TE
 
-    def _through(
-        self, layers: nn.ModuleList, residual_TE: torch.Tensor, positions_T: torch.Tensor
+    def _before_last(
+        self, residual_TE: torch.Tensor, positions_T: torch.Tensor
     ) -> tuple[torch.Tensor | UnaddedProduct | None, torch.Tensor]:
         x_TE, cos_sin = None, self.rotary.table()
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(self.layers[:-1]):
             self._tap(index, x_TE, residual_TE)
             x_TE, residual_TE = layer(x_TE, residual_TE, positions_T, cos_sin)
             if self.guess_head is not None:

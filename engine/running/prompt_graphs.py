@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from tandem.engine.running.decode_graphs import without_garbage
-from tandem.engine.running.step_inputs import ForwardInputs
+from tandem.engine.running.step_inputs import ForwardInputs, StepInputs
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
@@ -74,21 +74,20 @@ def prompt_graph_sizes(max_tokens: int) -> list[int]:
 
 
 class PromptGraphs:
-    """The segments of one model's steps: `capture` must come first, once the KV pool is bound. All sizes read and write
-    the same tensors around attention, since only one step runs at a time."""
+    """The segments of one model's steps: `capture` must come first, once the KV pool is bound. They read the buffers of
+    `inputs`, which builds the steps. All sizes read and write the same tensors around attention, since only one step
+    runs at a time."""
 
     def __init__(
         self,
         model: DividedModel,
+        inputs: StepInputs,
         max_tokens: int,
         device: torch.device,
         new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
     ) -> None:
-        self._model, self._device, self._new_graph = model, device, new_graph
+        self._model, self._inputs, self._device, self._new_graph = model, inputs, device, new_graph
         self.sizes = prompt_graph_sizes(max_tokens)
-        self._input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
-        self._words = torch.zeros((2, max_tokens), dtype=torch.int64, device=device)  # positions, slots
-        self._words[1] = -1
         self._tensors: dict[str, torch.Tensor] = {}  # what attention reads and writes, and what the last segment leaves
         self._segments: dict[int, list[Segment]] = {}
         self._capture: _Capture | None = None
@@ -105,19 +104,26 @@ class PromptGraphs:
         stream = torch.cuda.Stream(self._device) if on_cuda else None
         with without_garbage():
             for size in reversed(self.sizes):
-                self.pass_over(size)  # compiles kernels, makes cached constants: not under capture
+                self.warm_up(size)  # compiles kernels, makes cached constants: not under capture
                 if on_cuda:
                     torch.cuda.synchronize(self._device)
                 with nullcontext() if stream is None else torch.cuda.stream(stream), self._capturing(pool):
-                    self.pass_over(size)
+                    self._pass_over(size)
                     assert self._capture is not None
                     self._segments[size] = self._capture.segments
 
-    def pass_over(self, size: int) -> None:
-        """Computes all layers but the last of `size` tokens, without attention."""
-        metadata = self._without_lengths(size)
+    def warm_up(self, size: int) -> None:
+        """Computes, of padding, what is captured of a step of `size` tokens."""
+        _, _, slot_G = self._inputs.buffers(size)
+        slot_G.fill_(-1)
+        self._pass_over(size)
+
+    def _pass_over(self, size: int) -> None:
+        """All layers but the last of `size` tokens, without attention."""
+        input_id_G, position_G, slot_G = self._inputs.buffers(size)
+        metadata = _without_lengths(slot_G)
         with set_forward_context(ForwardContext(metadata, self._model.attention_layers, cuts=self)):
-            x_GE, residual_GE = self._model.all_but_last_layer(self._input_ids[:size], self._words[0, :size])
+            x_GE, residual_GE = self._model.all_but_last_layer(input_id_G, position_G)
         self._keep("x", x_GE)
         self._keep("residual", residual_GE)
 
@@ -127,25 +133,22 @@ class PromptGraphs:
         """Cuts the pass here (`LayerCuts`)."""
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             self._keep(name, tensor)
-        if "out" not in self._tensors:
-            self._tensors["out"] = torch.zeros_like(self._tensors["query"])
         if self._capture is not None:
             self._capture.cut(layer_name, kv_is_stored)
-        return self._tensors["out"][: len(query)]
+        return self._room("out", query)
 
     def takes(self, inputs: ForwardInputs) -> bool:
         """Whether these inputs are those of a step that was captured."""
         return inputs.adapters is None and inputs.links_3T is None and len(inputs.positions_T) <= self.sizes[-1]
 
     def forward(self, inputs: ForwardInputs, wanted: WantedTokens | None, context: ForwardContext) -> torch.Tensor:
-        """Normalised hidden states of the wanted tokens (None: of all T). Valid until the next step."""
+        """Normalised hidden states of the wanted tokens (None: of all T). Valid until the next step. What stands behind
+        the inputs is of earlier steps: tokens and places that are computed with, and stored nowhere."""
         num, positions_T = len(inputs.positions_T), inputs.positions_T
         size = self.sizes[bisect.bisect_left(self.sizes, num)]
-        self._input_ids[:num].copy_(inputs.input_ids_T)
-        self._words[0, :num].copy_(positions_T)
-        self._words[1, :num].copy_(inputs.metadata.slot_mapping)
-        if num < size:
-            self._words[1, num:size].fill_(-1)
+        _, position_G, slot_G = self._inputs.buffers(size)
+        assert positions_T.data_ptr() == position_G.data_ptr(), "inputs of another builder"
+        slot_G[num:].fill_(-1)
         tensors = self._tensors
         with set_forward_context(context):
             for graph, layer, kv_is_stored in self._segments[size]:
@@ -157,18 +160,13 @@ class PromptGraphs:
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         """Copies a tensor [G, ...] to where each pass leaves what it calls so."""
-        if name not in self._tensors:
-            shape = (self.sizes[-1], *tensor.shape[1:])
-            self._tensors[name] = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
-        self._tensors[name][: len(tensor)].copy_(tensor)
+        self._room(name, tensor).copy_(tensor)
 
-    def _without_lengths(self, size: int) -> AttentionMetadata:
-        """What a pass needs of a step's metadata besides attention: where keys and values go."""
-        nothing = self._words[0, :0]
-        return AttentionMetadata(
-            query_start_loc=nothing, seq_lens=nothing, block_tables=nothing, slot_mapping=self._words[1, :size],
-            num_decode_rows=0, max_query_len=size, max_seq_len=size, query_lens_cpu=(size,), seq_lens_cpu=(size,),
-        )  # fmt: skip
+    def _room(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Where each pass has what it calls so, [G, ...]."""
+        if name not in self._tensors:
+            self._tensors[name] = like.new_zeros((self.sizes[-1], *like.shape[1:]))
+        return self._tensors[name][: len(like)]
 
     @contextmanager
     def _capturing(self, pool: Any) -> Iterator[None]:
@@ -178,6 +176,15 @@ class PromptGraphs:
             self._capture.end()
         finally:
             self._capture = None
+
+
+def _without_lengths(slot_G: torch.Tensor) -> AttentionMetadata:
+    """What a pass needs of a step's metadata besides attention: where keys and values go."""
+    nothing, size = slot_G[:0], len(slot_G)
+    return AttentionMetadata(
+        query_start_loc=nothing, seq_lens=nothing, block_tables=nothing, slot_mapping=slot_G,
+        num_decode_rows=0, max_query_len=size, max_seq_len=size, query_lens_cpu=(size,), seq_lens_cpu=(size,),
+    )  # fmt: skip
 
 
 class _Capture:

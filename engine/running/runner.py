@@ -283,7 +283,7 @@ class ModelRunner:
             return None
         if not isinstance(self.model, DividedModel) or not self.model.can_be_divided:
             return None
-        return PromptGraphs(self.model, most, self.device)
+        return PromptGraphs(self.model, self._inputs, most, self.device)
 
     def new_graphs(self) -> DecodeGraphs:
         """Graphs for this runner's steps, not yet captured."""

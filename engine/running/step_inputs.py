@@ -67,7 +67,7 @@ class StepInputs:
         order, lengths, position_T = _flatten(rows)
         slot_R = np.array([row.slot for row in rows], np.int64)[order]
         slot_R_dev, slot_T, position_T_dev = upload([slot_R, np.repeat(slot_R, lengths), position_T], state.device)
-        input_ids, positions, slot_mapping = self._views(len(position_T))
+        input_ids, positions, slot_mapping = self.buffers(len(position_T))
         positions.copy_(position_T_dev)
         input_ids.copy_(state.token_ids_SC[slot_T, positions])
         block_T = state.block_table_SB[slot_T, positions // state.block_size].to(torch.int64)
@@ -107,7 +107,7 @@ class StepInputs:
         order, lengths, position_T = _flatten(rows)
         assert order.tolist() == list(range(len(rows))), "rows of one token come first"
         ends = np.array([row.start for row in rows], np.int64) + lengths
-        input_ids, positions, slot_mapping = self._views(len(position_T))
+        input_ids, positions, slot_mapping = self.buffers(len(position_T))
         input_ids.zero_()
         positions.copy_(upload([position_T], device)[0])
         slot_mapping.fill_(-1)
@@ -148,7 +148,8 @@ class StepInputs:
             shared_prefixes=shared,
         )
 
-    def _views(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def buffers(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(token ids int32, positions int64, cache slots int64), [num_tokens] each: where every step's inputs stand."""
         assert num_tokens <= len(self._positions), f"{num_tokens} tokens in a step of at most {len(self._positions)}"
         return self._input_ids[:num_tokens], self._positions[:num_tokens], self._slot_mapping[:num_tokens]
 

@@ -94,3 +94,13 @@ def prompt_step(prompts: dict[int, list[int]], blocks: dict[int, tuple[int, ...]
         samples=tuple(SampleRow(i, slot, len(prompt), 0, 0) for i, (slot, prompt) in enumerate(prompts.items())),
         new_slots=tuple(new_slot(slot, prompt, blocks[slot]) for slot, prompt in prompts.items()),
     )
+
+
+def chunk_step(step_id: int, slot: int, prompt: list[int], begin: int, end: int, *decodes: int) -> SchedulerOutput:
+    """Part of a prompt, which samples at its end, beside slots that decode at these positions (slot 1, 2, …)."""
+    rows = [ScheduledRow(place, position, 1) for place, position in enumerate(decodes, 1)]
+    samples = [SampleRow(i, row.slot, row.start + 1, 0, 1) for i, row in enumerate(rows)]
+    if end == len(prompt):
+        samples.append(SampleRow(len(rows), slot, end, 0, 0))
+    new = () if begin else (new_slot(slot, prompt, tuple(range(1, 1 + len(prompt) // BLOCK + 1))),)
+    return SchedulerOutput(step_id, (*rows, ScheduledRow(slot, begin, end - begin)), tuple(samples), new_slots=new)

@@ -35,12 +35,15 @@ NUM_TOKENS = 64
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("way", ["single", "eager", "prompt graphs", "local", "tcp"])
-def test_greedy_against_fp32(way: str, dtype: str) -> None:
-    """With captured decode steps, with steps with prompts captured as well, and step by step ("eager")."""
-    common = {"device": "cuda", "num_blocks": 256, "cuda_graphs": way != "eager"}
-    common["prompt_graph_tokens"] = 512 if way == "prompt graphs" else 0
-    roles = ["unified"] if way in ("single", "eager", "prompt graphs") else ["decode", "prefill"]
+@pytest.mark.parametrize(
+    ("way", "prompt_tokens"),
+    [("single", 0), ("eager", 0), ("local", 0), ("tcp", 0), ("single", 512), ("local", 512), ("tcp", 512)],
+)
+def test_greedy_against_fp32(way: str, prompt_tokens: int, dtype: str) -> None:
+    """With captured decode steps, with steps of so many prompt tokens captured as well, and step by step ("eager")."""
+    graphs = {"cuda_graphs": way != "eager", "prompt_graph_tokens": prompt_tokens}
+    common = {"device": "cuda", "num_blocks": 256, **graphs}
+    roles = ["unified"] if way in ("single", "eager") else ["decode", "prefill"]
     nodes = []
     for index, role in enumerate(roles):
         options = node_options(role, DEMO, **common, device_index=index % torch.cuda.device_count())

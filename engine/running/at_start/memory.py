@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tandem.engine.contracts.config import SchedulerOptions
@@ -58,24 +60,33 @@ def graph_bytes(
 
 def _graph_bytes(runner: ModelRunner, device: torch.device) -> int:
     """What captured decode steps will hold: one largest step (they share its memory) and the driver's own part."""
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    graphs = runner.new_graphs()
-    with torch.inference_mode():
+
+    def compute_largest() -> int:
+        graphs = runner.new_graphs()
         graphs.batch.fill((), runner.max_graph_rows)
         graphs.batch.forward(runner.max_graph_rows, with_adapters=bool(graphs.adapted_sizes))
-    step = torch.cuda.max_memory_allocated(device) - before
-    return int(1.25 * step) + graphs.num_graphs * DRIVER_BYTES_PER_GRAPH
+        return graphs.num_graphs * DRIVER_BYTES_PER_GRAPH
+
+    return _held_bytes(compute_largest, device)
 
 
 def _prompt_graph_bytes(runner: ModelRunner, device: torch.device, max_tokens: int) -> int:
     """The same of captured steps with prompts, and the tensors between their segments."""
+
+    def compute_largest() -> int:
+        graphs = runner.new_prompt_graphs(max_tokens)
+        if graphs is None:
+            return 0
+        graphs.warm_up(graphs.sizes[-1])
+        return graphs.num_graphs * DRIVER_BYTES_PER_SEGMENT
+
+    return _held_bytes(compute_largest, device)
+
+
+@torch.inference_mode()
+def _held_bytes(compute_largest: Callable[[], int], device: torch.device) -> int:
+    """What graphs will hold whose largest step that makes and computes, with the driver's part, which it returns."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    graphs = runner.new_prompt_graphs(max_tokens)
-    if graphs is None:
-        return 0
-    with torch.inference_mode():
-        graphs.pass_over(graphs.sizes[-1])
-    step = torch.cuda.max_memory_allocated(device) - before
-    return int(1.25 * step) + graphs.num_graphs * DRIVER_BYTES_PER_SEGMENT
+    of_driver = compute_largest()
+    return int(1.25 * (torch.cuda.max_memory_allocated(device) - before)) + of_driver

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from handmade_steps import BLOCK, CPU, RecordingConnector, decode_step, make_runner, new_slot, prompt_step
+from handmade_steps import CPU, RecordingConnector, chunk_step, decode_step, make_runner, prompt_step
 from recorded_graphs import RecordedGraph, Recorder
 
 from tandem.engine.running.prompt_graphs import PromptGraphs, prompt_graph_sizes
 from tandem.engine.running.runner import ModelRunner
-from tandem.engine.scheduling.step import SampleRow, ScheduledRow, SchedulerOutput, StepMeta
+from tandem.engine.scheduling.step import SchedulerOutput, StepMeta
 from tandem.kernels.api import selection
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
@@ -22,21 +22,11 @@ LARGEST = 80  # tokens
 
 def with_graphs(folder: Path, connector: RecordingConnector | None = None) -> tuple[ModelRunner, Recorder]:
     runner, recorder = make_runner(folder, connector=connector), Recorder()
-    graphs = PromptGraphs(runner.model, LARGEST, CPU, recorder.graph)
+    graphs = PromptGraphs(runner.model, runner._inputs, LARGEST, CPU, recorder.graph)
     with recorder:
         graphs.capture()
     runner._eager.replay(graphs)
     return runner, recorder
-
-
-def chunk_step(step_id: int, slot: int, prompt: list[int], begin: int, end: int, *decodes: int) -> SchedulerOutput:
-    """Part of a prompt, which samples at its end, beside slots that decode at these positions (slot 1, 2, …)."""
-    rows = [ScheduledRow(place, position, 1) for place, position in enumerate(decodes, 1)]
-    samples = [SampleRow(i, row.slot, row.start + 1, 0, 1) for i, row in enumerate(rows)]
-    if end == len(prompt):
-        samples.append(SampleRow(len(rows), slot, end, 0, 0))
-    new = () if begin else (new_slot(slot, prompt, tuple(range(1, 1 + len(prompt) // BLOCK + 1))),)
-    return SchedulerOutput(step_id, (*rows, ScheduledRow(slot, begin, end - begin)), tuple(samples), new_slots=new)
 
 
 # Not of experts: on a CPU how many tokens each gets decides on what torch calls.
