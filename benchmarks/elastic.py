@@ -1,14 +1,15 @@
-"""Two nodes that divide work by demand beside fixed roles and two single nodes, on the GPUs that are there.
+"""Nodes that divide work by demand beside fixed roles and single nodes, on the GPUs that are there.
 
     python benchmarks/elastic.py mix MODEL --load-format dummy       chat beside long prompts at 300 ms and 7 ms a token
     python benchmarks/elastic.py shift MODEL --load-format dummy     chat alone turns into long prompts alone
     python benchmarks/elastic.py trace MODEL TRACE --load-format dummy     a production trace at 2 s and 25 ms
 
-`mix` and `trace` start one server after the other: `--divisions 1+1 elastic single` (all). `mix` sends 16 requests a
-second for `--seconds`, then 8; with `--workloads` in the shapes and shares of that file's mixed_r16 and mixed_r8.
-`trace` at `--speed 0.5` puts on two nodes what the whole trace puts on four; the elastic nodes compute long prompts
-together. `shift` has two nodes that lean (1+1, 25 ms a token) and says how long after the shift the first came to lean
-the other way, and how many requests failed. The table comes last. Logs and figures go to `--logs` ($OUT).
+`mix` and `trace` start one server after the other: `--divisions 1+1 elastic single` (also 2+2, 3+1), the latter two of
+`--nodes`. `mix` sends 16 requests a second for `--seconds`, then 8; with `--workloads` in the shapes and shares of that
+file's mixed_r16 and mixed_r8. `trace` at `--speed 0.5` puts on two nodes what the whole trace puts on four; the elastic
+nodes compute long prompts together. `shift` has two nodes that lean (1+1, 25 ms a token) and says how long after the
+shift the first came to lean the other way, and how many requests failed. The table comes last. Logs and figures go to
+`--logs` ($OUT).
 """
 
 from __future__ import annotations
@@ -35,25 +36,35 @@ from servers import node_counters, started_server, started_single_nodes
 from tandem.deploy.bench.load import open_loop, request_once
 from tandem.deploy.bench.request_times import RequestTimes
 from tandem.deploy.explain import table
+from tandem.deploy.launch.cluster_plan import count_gpus
 
 MIX_TARGETS = ("--ttft-target-ms", "300", "--tpot-target-ms", "7")
 TRACE_TARGETS = ("--ttft-target-ms", "2000", "--tpot-target-ms", "25")
-ELASTIC = ("--elastic", "2", "--placement", "elastic")
 SPLIT = ("--prefill", "1", "--decode", "1")
 TOLD = ("source_handoffs_failed", "shared_begun", "shared_declined", "shared_failed", "shared_tokens",
         "pull_completed", "leaning_changes", "moves_completed", "kernels_compiled_late")  # fmt: skip
 POLL_S = 0.05
 
 
+def divided(options: argparse.Namespace, name: str) -> tuple[str, ...]:
+    """What `tandem serve` is told of a division: elastic, or as many prefill and decode nodes as 2+2."""
+    if name == "single":
+        return ()
+    if "+" in name:
+        prefill, decode = name.split("+")
+        return ("--prefill", prefill, "--decode", decode)
+    return ("--elastic", str(options.nodes), "--placement", "elastic")
+
+
 @contextlib.contextmanager
 def serving(options: argparse.Namespace, name: str, arguments: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """(URL, the model's length) of two nodes that serve so."""
+    """(URL, the model's length) of nodes that serve so."""
     common = ["--load-format", options.load_format, "--max-model-len", str(options.max_model_len)]
-    common += [each for extra in options.node_options for each in extra.split()]
+    common += [each for extra in options.node_options for each in extra.replace("DIVISION", name).split()]
     began = time.monotonic()
     with (options.logs / f"{options.what}_{name}.log").open("wb") as log:
         if name == "single":
-            server = started_single_nodes(options.model, [*common, *arguments], "prefix_aware", log)
+            server = started_single_nodes(options.model, [*common, *arguments], "prefix_aware", log, options.nodes)
         else:
             server = started_server(options.model, [*common, *arguments], log)
         with server as ready:
@@ -135,12 +146,12 @@ def mix_row(url: str, name: str, rate: float, arrivals: Sequence[tuple[float, Sh
 
 
 def mix(options: argparse.Namespace) -> None:
-    divisions = {"1+1": SPLIT, "elastic": (*ELASTIC, *MIX_TARGETS), "single": MIX_TARGETS}
     header = ["rate", "nodes", "chat sent", "failed", "chat good %", "ITL ms p50 / p99 / p99.9", "long sent", "failed",
               "long good %", "TTFT ms p50 / p90"]  # fmt: skip
     rows, counted = [], {}
     for name in options.divisions:
-        with serving(options, name, divisions[name]) as (url, length):
+        targets = () if "+" in name else MIX_TARGETS
+        with serving(options, name, (*divided(options, name), *targets)) as (url, length):
             warm(url, options, length)
             for rate in options.rates:
                 rows.append(mix_row(url, name, rate, mix_arrivals(options, rate, length)))
@@ -226,9 +237,7 @@ def shift(options: argparse.Namespace) -> None:
 
 
 def trace(options: argparse.Namespace) -> None:
-    shared = ("--prefill-nodes-per-prompt", "2")
-    divisions = {"1+1": (*SPLIT, *TRACE_TARGETS), "elastic": (*ELASTIC, *TRACE_TARGETS, *shared),
-                 "elastic alone": (*ELASTIC, *TRACE_TARGETS), "single": TRACE_TARGETS}  # fmt: skip
+    shared = ("--prefill-nodes-per-prompt", str(options.nodes))
     header = ["nodes", "requests", "failed", "good %", "TTFT s p50 / p90 / p99", "TPOT ms p50 / p99", "cached %",
               "of the bound %"]  # fmt: skip
     lines = [json.loads(line) for line in Path(options.trace).read_text().splitlines() if line.strip()]
@@ -236,7 +245,8 @@ def trace(options: argparse.Namespace) -> None:
     limit = min(options.limit, sum(line["timestamp"] <= until for line in lines))
     rows, reports = [], {}
     for name in options.divisions:
-        with serving(options, name.replace(" ", "_"), divisions[name]) as (url, _length):
+        arguments = (*divided(options, name), *TRACE_TARGETS, *(shared if name == "elastic" else ()))
+        with serving(options, name.replace(" ", "_"), arguments) as (url, _length):
             reports[name] = replayed(options, name, url, limit)
             tell_counters(options, name.replace(" ", "_"), url)
         report = reports[name]
@@ -272,7 +282,8 @@ def read_options() -> argparse.Namespace:
             own.add_argument("trace")
         own.add_argument("--load-format", default="auto")
         own.add_argument("--max-model-len", type=int, default=0)
-        own.add_argument("--node-options", action="append", default=[], help="more of them, of each division")
+        own.add_argument("--node-options", action="append", default=[], help="more of each division, DIVISION its name")
+        own.add_argument("--nodes", type=int, default=max(2, count_gpus()), help="of those that have no fixed roles")
         own.add_argument("--logs", type=Path, default=Path(os.environ.get("OUT", ".")))
         own.add_argument("--chat", type=int, default=256, help="tokens of a chat's prompt")
         own.add_argument("--output", type=int, default=256, help="tokens of a chat's answer")

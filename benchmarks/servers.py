@@ -53,21 +53,21 @@ def started_server(model: str, arguments: Sequence[str], log: Log = subprocess.D
 
 @contextlib.contextmanager
 def started_single_nodes(
-    model: str, options: Sequence[str], placement: str, log: Log = subprocess.DEVNULL
+    model: str, options: Sequence[str], placement: str, log: Log = subprocess.DEVNULL, num_nodes: int = 2
 ) -> Iterator[Ready]:
-    """Two single nodes and a router over them; one node a GPU where there are two."""
+    """Single nodes and a router over them; one node a GPU where there are as many."""
     redis, port, num_gpus = RedisServer(), free_port(), count_gpus()
     redis.start()
     shared, path = ("--redis-url", redis.url), os.path.abspath(model)
     commands = [["unified", path, *shared, "--device-index", str(i % num_gpus if num_gpus else 0), *options]
-                for i in range(2)]  # fmt: skip
+                for i in range(num_nodes)]  # fmt: skip
     commands.append(["router", path, *shared, "--placement", placement, "--workers", "1", "--port", str(port)])
     children = [subprocess.Popen([sys.executable, "-c", PROGRAM, *command], stderr=log) for command in commands]
     url = f"http://127.0.0.1:{port}"
 
     def ready() -> tuple[str, int]:
         length = asyncio.run(until_ready(children[-1], url))
-        while len(json.loads(urlopen(f"{url}/ready").read())["nodes"]) < 2:
+        while len(json.loads(urlopen(f"{url}/ready").read())["nodes"]) < num_nodes:
             time.sleep(0.1)
         return url, length
 
