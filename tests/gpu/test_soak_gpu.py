@@ -91,8 +91,10 @@ def test_tokens_of_hurt_nodes_are_explained(dtype: str) -> None:
         load = Load(cluster, ASKS, explained.check, SEED)
         roles = (("decode", 2), ("decode", 2), ("prefill", 1))
         campaign = Campaign(cluster, load, random.Random(SEED), roles, patience=0.0)
+        campaign.moment()  # one at least, however long the start took
         while time.monotonic() - begin < SECONDS:
             campaign.moment()
+        until_served(load)
         campaign.end()
     differing = f"{explained.num_explained} that leave it, by {explained.widest:.2f} errors at most"
     print(f"{dtype}: {explained.num_equal} samples equal the undisturbed run, {differing}")
