@@ -107,6 +107,7 @@ class Scheduler:
     def update(self, output: SchedulerOutput, result: RunnerOutput) -> list[EngineEvent]:
         """Takes in what step `output` made, and returns all events since the last call. Tokens of requests that have
         ended meanwhile are dropped."""
+        self._take_withheld()  # those of a request that is trusted since then come before its tokens of this step
         launched = self._launched.pop(output.step_id)
         seconds = self.state.clock.completed(output.step_id)
         token_ids = result.token_ids.tolist()

@@ -309,3 +309,27 @@ def test_chunks_below_a_block_take_the_whole_budget() -> None:
     assert chunks(harness, 4) == [[1, 3], [1, 3], [1, 3], [1, 1]]
     harness.run()
     harness.assert_output("b")
+
+
+# --- tokens behind KV of a peer that is not verified yet -----------------------------------------------------
+
+
+@pytest.mark.parametrize("num_withheld", [1, 2, 5, 8])
+@pytest.mark.parametrize("trusted", ["before the launch", "while steps run"])
+def test_withheld_tokens_come_before_those_behind_them(num_withheld: int, trusted: str) -> None:
+    """Also where the KV is verified between a launch and what is read next, be that the last token."""
+    harness = Harness()
+    request = harness.add("a", range(5), max_tokens=8)
+    harness.core.launch()
+    request.doubt()
+    for _ in range(num_withheld):
+        assert not harness.core.read(), "a token was told that may be wrong"
+        harness.core.launch()
+    request.trust()
+    if trusted == "while steps run":
+        for event in harness.core.read():
+            harness._take(event)
+    harness.run()
+    harness.assert_output("a")
+    assert request.output_token_ids == harness.tokens["a", 0]
+    harness.assert_empty()
