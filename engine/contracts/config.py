@@ -228,7 +228,7 @@ class NodeOptions:
     cuda_graphs: Annotated[bool, "replay captured graphs for decode steps"] = True
     prompt_graph_tokens: Annotated[
         Count, "steps with prompts of up to so many tokens replay graphs from one attention to the next; 0: none do"
-    ] = 1024  # docs/measurements.md#prompts-as-graphs: longer ones of an 8B model in bf16 gain nothing
+    ] = 2048  # docs/measurements.md#prompts-as-graphs: the device needs longer for more, whatever the host
     tune_products_s: Annotated[
         float,
         Meta(ge=0, le=3600),
