@@ -1,10 +1,10 @@
-"""Steps with prompts as CUDA graphs from one layer's attention to the next.
+"""Steps with prompts as CUDA graphs, cut at each layer's attention.
 
-Attention's launches depend on lengths, so they can't be captured for any step; all else of a layer depends on the
-number of tokens alone. So a pass is cut at each attention: what lies between two of them, a segment, is a graph, and
-attention is launched between replays, with the connector's hooks. A step takes the segments of the smallest size that
-holds its tokens; what is left is padding, whose slot is -1. The last layer, of which only wanted tokens are computed,
-is launched (docs/steps.md#prompts-as-graphs).
+All of a layer but attention depends on the number of tokens alone. So a pass is cut at each attention: what lies
+between two of them, a segment, is a graph. Where the backend has attention that reads lengths on the device, a segment
+begins with it, and only the connector's hooks come between replays; else attention is launched there, too. A step takes
+the segments of the smallest size that holds its tokens; what is left is padding, whose slot is -1. The last layer, of
+which only wanted tokens are computed, is launched (docs/steps.md#prompts-as-graphs).
 
 Shape legend: T tokens of a step, G tokens of a graph, E hidden size.
 """
@@ -12,7 +12,7 @@ Shape legend: T tokens of a step, G tokens of a graph, E hidden size.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -21,7 +21,8 @@ import torch
 from tandem.engine.running.decode_graphs import without_garbage
 from tandem.engine.running.step_inputs import ForwardInputs, StepInputs
 from tandem.kernels.api.attention import Attention
-from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
+from tandem.kernels.api.backend import CapturedAttention
+from tandem.kernels.api.forward_context import ForwardContext, get_forward_context, set_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.api.unified_attention import unified_attention
 from tandem.kernels.products.rotary_attention import WantedTokens
@@ -60,17 +61,18 @@ class DividedModel(Protocol):
 
 
 class Segment(NamedTuple):
-    """A graph, and the layer whose attention comes behind it; "": none does."""
+    """A graph, and the layer before whose attention it ends; "": there is none."""
 
     graph: Graph
     layer: str
     kv_is_stored: bool
 
 
-def prompt_graph_sizes(max_tokens: int) -> list[int]:
-    """Tokens of the captured steps: padding costs a fifteenth at most from 1,024 tokens on. A guess."""
+def prompt_graph_sizes(max_tokens: int, least: int = 1) -> list[int]:
+    """Tokens of the captured steps, at least `least`: padding costs a fifteenth at most from 1,024 tokens on. A
+    guess."""
     ladder = [32, *range(64, 1024, 64), *range(1024, max_tokens, 128)]
-    return [*(size for size in ladder if size < max_tokens), max_tokens]
+    return [*(size for size in ladder if least <= size < max_tokens), max_tokens]
 
 
 class PromptGraphs:
@@ -85,12 +87,19 @@ class PromptGraphs:
         max_tokens: int,
         device: torch.device,
         new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
+        captured: CapturedAttention | None = None,
     ) -> None:
+        """`captured`: attention as part of the graphs; None: it is launched between them."""
         self._model, self._inputs, self._device, self._new_graph = model, inputs, device, new_graph
-        self.sizes = prompt_graph_sizes(max_tokens)
+        self._captured, self._max_tokens = captured, max_tokens
         self._tensors: dict[str, torch.Tensor] = {}  # what attention reads and writes, and what the last segment leaves
         self._segments: dict[int, list[Segment]] = {}
         self._capture: _Capture | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of the captured steps."""
+        return prompt_graph_sizes(self._max_tokens, 1 if self._captured is None else self._captured.most_rows)
 
     @property
     def num_graphs(self) -> int:
@@ -103,6 +112,7 @@ class PromptGraphs:
         pool = torch.cuda.graph_pool_handle() if on_cuda else None
         stream = torch.cuda.Stream(self._device) if on_cuda else None
         with without_garbage():
+            self.warm_up(self.sizes[-1])  # says which sizes there are
             for size in reversed(self.sizes):
                 self.warm_up(size)  # compiles kernels, makes cached constants: not under capture
                 if on_cuda:
@@ -113,15 +123,24 @@ class PromptGraphs:
                     self._segments[size] = self._capture.segments
 
     def warm_up(self, size: int) -> None:
-        """Computes, of padding, what is captured of a step of `size` tokens."""
+        """Computes, of padding, what is captured of a step of `size` tokens. Where the model's tensors are none for
+        captured attention, it is launched from then on."""
         _, _, slot_G = self._inputs.buffers(size)
         slot_G.fill_(-1)
-        self._pass_over(size)
+        try:
+            self._pass_over(size)
+        except ValueError:
+            if self._captured is None:
+                raise
+            self._captured = None
+            self._pass_over(size)
 
     def _pass_over(self, size: int) -> None:
         """All layers but the last of `size` tokens, without attention."""
         input_id_G, position_G, slot_G = self._inputs.buffers(size)
         metadata = _without_lengths(slot_G)
+        if self._captured is not None:
+            self._captured.begin()
         with set_forward_context(ForwardContext(metadata, self._model.attention_layers, cuts=self)):
             x_GE, residual_GE = self._model.all_but_last_layer(input_id_G, position_G)
         self._keep("x", x_GE)
@@ -131,6 +150,12 @@ class PromptGraphs:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str, kv_is_stored: bool
     ) -> torch.Tensor:
         """Cuts the pass here (`LayerCuts`)."""
+        if self._captured is not None:
+            if self._capture is not None:
+                self._capture.cut(layer_name, kv_is_stored)
+            context = get_forward_context()
+            layer, slot_G = context.layer(layer_name), context.metadata_of(layer_name).slot_mapping
+            return self._captured.attend(layer, query, key, value, slot_G, kv_is_stored)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             self._keep(name, tensor)
         if self._capture is not None:
@@ -139,24 +164,46 @@ class PromptGraphs:
 
     def takes(self, inputs: ForwardInputs) -> bool:
         """Whether these inputs are those of a step that was captured."""
-        return inputs.adapters is None and inputs.links_3T is None and len(inputs.positions_T) <= self.sizes[-1]
+        is_plain = inputs.adapters is None and inputs.links_3T is None and len(inputs.positions_T) <= self._max_tokens
+        return is_plain and (self._captured is None or self._captured.takes(inputs.metadata))
 
     def forward(self, inputs: ForwardInputs, wanted: WantedTokens | None, context: ForwardContext) -> torch.Tensor:
         """Normalised hidden states of the wanted tokens (None: of all T). Valid until the next step. What stands behind
         the inputs is of earlier steps: tokens and places that are computed with, and stored nowhere."""
         num, positions_T = len(inputs.positions_T), inputs.positions_T
-        size = self.sizes[bisect.bisect_left(self.sizes, num)]
+        sizes = sorted(self._segments)
+        size = sizes[bisect.bisect_left(sizes, num)]
         _, position_G, slot_G = self._inputs.buffers(size)
         assert positions_T.data_ptr() == position_G.data_ptr(), "inputs of another builder"
         slot_G[num:].fill_(-1)
         tensors = self._tensors
         with set_forward_context(context):
-            for graph, layer, kv_is_stored in self._segments[size]:
-                graph.replay()
-                if layer:
-                    query, key, value = (tensors[name][:num] for name in ("query", "key", "value"))
-                    tensors["out"][:num].copy_(unified_attention(query, key, value, layer, kv_is_stored))
+            if self._captured is None:
+                self._replay_between(self._segments[size], num)
+            else:
+                self._captured.fill(inputs.metadata)
+                self._replay_all(self._segments[size], context)
             return self._model.last_layer(tensors["x"][:num], tensors["residual"][:num], positions_T, wanted)
+
+    def _replay_between(self, segments: Sequence[Segment], num_tokens: int) -> None:
+        """Launches attention, of so many tokens, behind each segment but the last."""
+        tensors = self._tensors
+        for graph, layer, kv_is_stored in segments:
+            graph.replay()
+            if layer:
+                query, key, value = (tensors[name][:num_tokens] for name in ("query", "key", "value"))
+                tensors["out"][:num_tokens].copy_(unified_attention(query, key, value, layer, kv_is_stored))
+
+    def _replay_all(self, segments: Sequence[Segment], context: ForwardContext) -> None:
+        """Calls the hooks around the segment that begins with a layer's attention."""
+        hooks, before = context.hooks, ""
+        for graph, layer, _ in segments:
+            if hooks is not None and before:
+                hooks.wait_for_kv_layer(before)
+            graph.replay()
+            if hooks is not None and before:
+                hooks.save_kv_layer(before, context.layer(before).kv_cache[0], context.metadata_of(before))
+            before = layer
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         """Copies a tensor [G, ...] to where each pass leaves what it calls so."""
@@ -165,7 +212,7 @@ class PromptGraphs:
     def _room(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Where each pass has what it calls so, [G, ...]."""
         if name not in self._tensors:
-            self._tensors[name] = like.new_zeros((self.sizes[-1], *like.shape[1:]))
+            self._tensors[name] = like.new_zeros((self._max_tokens, *like.shape[1:]))
         return self._tensors[name][: len(like)]
 
     @contextmanager

@@ -250,7 +250,7 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.takes(rows):
             logits_NV = self._graphs.run_dummy(sum(row.num_tokens for row in rows))[: len(rows)]
         else:
-            inputs = self._inputs.build_dummy(rows)
+            inputs = self._inputs.build_dummy(rows, shares=self._prompt_graphs is None)
             wanted = self._inputs.last_tokens(inputs, range(len(rows)))
             logits_NV = self.model.project(self._eager.forward(inputs, wanted))
         self._drawing.choose(logits_NV, SamplingBatch())
@@ -283,7 +283,9 @@ class ModelRunner:
             return None
         if not isinstance(self.model, DividedModel) or not self.model.can_be_divided:
             return None
-        return PromptGraphs(self.model, self._inputs, most, self.device)
+        layers = list(self.model.attention_layers.values())
+        captured = layers[0].first_backend().capture(layers, self._max_num_seqs, most, self.max_model_len)
+        return PromptGraphs(self.model, self._inputs, most, self.device, captured=captured)
 
     def new_graphs(self) -> DecodeGraphs:
         """Graphs for this runner's steps, not yet captured."""

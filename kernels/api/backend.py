@@ -8,7 +8,8 @@ cache of latents has one plane, which is read as both.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -111,6 +112,45 @@ class AttentionImpl(ABC):
         """The second half: the new keys and values are in the cache already. Decode rows don't read key and value."""
 
 
+class BoundLayer(Protocol):
+    """What is asked of a layer whose cache is bound (kernels/api/attention.py)."""
+
+    spec: AttentionSpec
+    kv_cache: list[torch.Tensor]
+    calculate_kv_scales: bool
+
+    @property
+    def impl(self) -> AttentionImpl: ...
+
+
+class CapturedAttention(Protocol):
+    """Attention that graphs hold: per graph `begin`, then `attend` for one layer after the other; per step `fill`."""
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of one token that it has room for; a graph has at least as many tokens."""
+
+    def takes(self, metadata: AttentionMetadata) -> bool:
+        """Whether there is room for these rows."""
+
+    def fill(self, metadata: AttentionMetadata) -> None:
+        """Says what the next replays attend to."""
+
+    def begin(self) -> None:
+        """Begins the layers of one graph."""
+
+    def attend(
+        self,
+        layer: BoundLayer,
+        query_GHD: torch.Tensor,
+        key_GKD: torch.Tensor,
+        value_GKD: torch.Tensor,
+        slot_G: torch.Tensor,
+        kv_is_stored: bool,
+    ) -> torch.Tensor:
+        """[G, H, D]. Raises ValueError for tensors that it can't read."""
+
+
 class AttentionBackend(ABC):
     """Static description of a backend: name, classes, cache shape, and what it can't do."""
 
@@ -166,6 +206,14 @@ class AttentionBackend(ABC):
         device: torch.device, dtype: torch.dtype, head_size: int, options: AttentionSpec
     ) -> str | None:
         """Why this backend can't serve such a layer, or None. Names the option."""
+
+    @staticmethod
+    def capture(
+        layers: Sequence[BoundLayer], most_rows: int, max_tokens: int, max_model_len: int
+    ) -> CapturedAttention | None:
+        """Attention of these layers, whose caches are bound, as part of captured steps with prompts, of up to
+        `max_tokens` tokens with at most `most_rows` rows of one token. None: it is launched between graphs."""
+        return None
 
     @classmethod
     def is_available(cls) -> bool:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 
 import torch
 
-from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, Prefill, refuse
+from tandem.kernels.api.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    BoundLayer,
+    CapturedAttention,
+    PagedImpl,
+    PagedKV,
+    PagedOps,
+    Prefill,
+    refuse,
+)
 from tandem.kernels.api.metadata import RowBatch
 from tandem.kernels.api.spec import AttentionSpec, AttentionType
 from tandem.kernels.blocks.quantization import overflow_counter, scale_tensor
@@ -107,6 +118,16 @@ class TritonBackend(AttentionBackend):
         return TritonOps
 
     @staticmethod
+    def capture(
+        layers: Sequence[BoundLayer], most_rows: int, max_tokens: int, max_model_len: int
+    ) -> CapturedAttention | None:
+        if why_not_captured(layers) is not None:
+            return None
+        from tandem.kernels.backends.triton_captured import TritonCapturedAttention
+
+        return TritonCapturedAttention(layers, most_rows, max_tokens, max_model_len)
+
+    @staticmethod
     def unavailable_reason() -> str | None:
         if find_spec("triton") is None:
             return "the triton package is not installed"
@@ -146,6 +167,24 @@ class TritonBackend(AttentionBackend):
                 "hides_first beside sliding_window or attention_chunk",
             ),
         )
+
+
+def why_not_captured(layers: Sequence[BoundLayer]) -> str | None:
+    """Why steps with prompts through these layers, whose caches are bound, can't be captured with their attention;
+    None: they can."""
+    from tandem.kernels.backends.triton_prefill import why_general_layer
+
+    for layer in layers:
+        cache, spec = layer.kv_cache[0], layer.spec
+        if not isinstance(layer.impl, TritonImpl):
+            return "its attention isn't Triton's"
+        if spec.attn_type != AttentionType.DECODER or spec.latent_size is not None or layer.calculate_kv_scales:
+            return "it attends to latents, to an encoder, or with scales that aren't known yet"
+        if cache.element_size() == 1:
+            return "the prefixes of its cache are unpacked for each step"
+        if (reason := why_general_layer(cache.device, cache.dtype, spec)) is not None:
+            return reason
+    return None
 
 
 @cache

@@ -61,6 +61,10 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
     "llama_one_kv_head": ("Llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}, {}),
     "llama_mha": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}, {}),
     "mistral": ("Mistral", {"sliding_window": 32, "tie_word_embeddings": False}, {}),
+    # Heads that the Hopper kernel takes.
+    "llama_64": ("Llama", {"head_dim": 64, "tie_word_embeddings": False}, {}),
+    "mistral_64": ("Mistral", {"head_dim": 64, "sliding_window": 32, "tie_word_embeddings": False}, {}),
+    "qwen3_64": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": False}, {}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}, {}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": False}, {}),
     "mixtral": ("Mixtral", {**EXPERTS, "intermediate_size": 48, "sliding_window": 32}, {}),

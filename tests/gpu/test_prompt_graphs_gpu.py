@@ -1,4 +1,5 @@
-"""Steps with prompts as graphs between attentions, on CUDA: beside what is launched kernel by kernel."""
+"""Steps with prompts as graphs on CUDA, attention between them (fp32) or inside (bf16): beside what is launched kernel
+by kernel."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from handmade_steps import BLOCK, chunk_step, prompt_step
+from handmade_steps import BLOCK, new_slot
 
 from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
 from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.models.loader import load_model
+from tandem.engine.running import prompt_graphs
 from tandem.engine.running.runner import ModelRunner
-from tandem.engine.scheduling.step import SchedulerOutput
+from tandem.engine.scheduling.step import ScheduledRow, SchedulerOutput
 from tiny_models import random_prompt, tiny_model
 
 pytestmark = [
@@ -20,12 +22,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+
+def is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
 NUM_BLOCKS, MAX_LEN, LARGEST = 128, 1024, 400
 
 
-def runner_of(folder: Path) -> ModelRunner:
-    config = load_model_config(folder)
-    device, dtype = torch.device("cuda"), torch.float32
+def runner_of(folder: Path, dtype: torch.dtype) -> ModelRunner:
+    config, device = load_model_config(folder), torch.device("cuda")
     model = load_model(folder, config, ModelOptions(model=str(folder)), device, dtype)
     shape = (NUM_BLOCKS, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
     pool = torch.zeros(shape, dtype=dtype, device=device)
@@ -36,22 +42,37 @@ def runner_of(folder: Path) -> ModelRunner:
 
 
 def steps_of(prompt: list[int], beside: list[int]) -> list[SchedulerOutput]:
-    """A short prompt that decodes beside the chunks of a long one."""
-    steps, begin = [prompt_step({1: beside}, {1: (70, 71, 72, 73)})], 0
-    for size in (1, 33, 250, 399, 17):
-        steps.append(chunk_step(len(steps), 0, prompt, begin, begin + size, len(beside) + len(steps) - 1))
+    """Chunks of a long prompt beside single tokens of another, of which all are known: nobody draws any."""
+    blocks = {0: tuple(range(1, 60)), 1: (70, 71, 72, 73)}
+    rows, begin = [(ScheduledRow(1, 0, 20),)], 0
+    for size in (1, 33, 250, 395, 17):
+        rows.append((ScheduledRow(1, 19 + len(rows), 1), ScheduledRow(0, begin, size)))
         begin += size
-    return steps
+    new = {0: (new_slot(1, beside, blocks[1]),), 1: (new_slot(0, prompt, blocks[0]),)}
+    return [SchedulerOutput(step, each, (), new_slots=new.get(step, ())) for step, each in enumerate(rows)]
+
+
+def check(folder: Path, dtype: torch.dtype, tolerance: float) -> None:
+    """`tolerance`: of the largest value."""
+    replaying, launched = (runner_of(folder, dtype) for _ in range(2))
+    replaying.capture_decode_steps(LARGEST)
+    assert replaying.prompt_graph_sizes[-1] == LARGEST
+    for step in steps_of(random_prompt(720, seed=4), random_prompt(40, seed=2)):
+        for runner in (replaying, launched):
+            runner.execute(step).result()
+        atol = tolerance * float(launched.pool.abs().max())
+        torch.testing.assert_close(replaying.pool, launched.pool, rtol=0, atol=atol)
+        assert torch.equal(replaying.pool == 0, launched.pool == 0), "padding is written nowhere"
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "qwen3_moe"])
 def test_the_cache_is_what_launched_steps_write(kind: str) -> None:
-    """In fp32, as far as products of more rows round otherwise; padding is written nowhere."""
-    replaying, launched = (runner_of(tiny_model(kind)) for _ in range(2))
-    replaying.capture_decode_steps(LARGEST)
-    assert replaying.prompt_graph_sizes[-1] == LARGEST
-    for step in steps_of(random_prompt(700, seed=4), random_prompt(30, seed=2)):
-        for runner in (replaying, launched):
-            runner.execute(step).result()
-    torch.testing.assert_close(replaying.pool, launched.pool, rtol=1e-3, atol=1e-3)
-    assert torch.equal(replaying.pool == 0, launched.pool == 0)
+    """In fp32, whose attention is launched between the graphs: as far as products of more rows round otherwise."""
+    check(tiny_model(kind), torch.float32, 1e-3)
+
+
+@pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("kind", ["llama_64", "qwen3_64", "mistral_64"])
+def test_graphs_hold_attention_of_16_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_graphs, "unified_attention", lambda *_: pytest.fail("it is launched between graphs"))
+    check(tiny_model(kind), torch.bfloat16, 6e-2)

@@ -158,6 +158,10 @@ class DecodePlan:
         )
         return cls(plan, peaks, totals, partial, num_segments, programs)
 
+    def expect_fill(self) -> None:
+        """Notes that the next launch comes behind a `fill`, as a captured one does at each replay."""
+        self.is_new = True
+
     def fill(
         self,
         seq_lens: torch.Tensor,

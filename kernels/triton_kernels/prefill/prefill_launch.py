@@ -25,6 +25,7 @@ HEAD_SIZES = {
 }  # -> columns in shared memory; the copy engine fills up with zeros
 SMALLEST_BOX = 16  # rows, as many as a product of the tensor cores takes at least
 BOX_ROWS, BOX_COLUMNS, QUERIES, FIELDS = HALF.value, COLUMNS.value, QUERY_TILE.value, ITEM_FIELDS.value
+ROW, FIRST_TOKEN = 0, 2  # places of these fields in a piece of work
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -192,12 +193,14 @@ def launch_prefill(
     reach: Reach = Reach(),
     soft_cap: float | None = None,
     causal: bool = True,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes what paged_prefill does; `work` is `list_work` of the rows, on the device. What doesn't fit must have
-    been refused; not `causal` also takes no window, and every row must have keys."""
+    been refused; not `causal` also takes no window, and every row must have keys. Tokens of no piece are left as they
+    are in `out`, and pieces of no new tokens write nothing."""
     shape, dtype, device = query.shape, query.dtype, query.device
     num_heads, head_size = shape[1], shape[2]
-    output = torch.empty(shape, dtype=dtype, device=device)
+    output = torch.empty(shape, dtype=dtype, device=device) if out is None else out
     num_items = work.shape[0] * num_heads
     if num_items == 0:
         return output

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from handmade_steps import CPU, RecordingConnector, chunk_step, decode_step, make_runner, prompt_step
-from recorded_graphs import RecordedGraph, Recorder
+from recorded_graphs import NativeCaptured, RecordedGraph, Recorder
 
 from tandem.engine.running.prompt_graphs import PromptGraphs, prompt_graph_sizes
 from tandem.engine.running.runner import ModelRunner
@@ -18,24 +18,31 @@ from tandem.kernels.api import selection
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
 LARGEST = 80  # tokens
+ROWS = 40  # of one token, where attention is captured
+# Attention is launched between the graphs, or in them.
+both_ways = pytest.mark.parametrize("captured", [False, True], ids=["between", "inside"])
 
 
-def with_graphs(folder: Path, connector: RecordingConnector | None = None) -> tuple[ModelRunner, Recorder]:
+def with_graphs(
+    folder: Path, connector: RecordingConnector | None = None, captured: bool = False
+) -> tuple[ModelRunner, Recorder, NativeCaptured | None]:
     runner, recorder = make_runner(folder, connector=connector), Recorder()
-    graphs = PromptGraphs(runner.model, runner._inputs, LARGEST, CPU, recorder.graph)
+    attention = NativeCaptured(recorder, ROWS) if captured else None
+    graphs = PromptGraphs(runner.model, runner._inputs, LARGEST, CPU, recorder.graph, attention)
     with recorder:
         graphs.capture()
     runner._eager.replay(graphs)
-    return runner, recorder
+    return runner, recorder, attention
 
 
 # Not of experts: on a CPU how many tokens each gets decides on what torch calls.
+@both_ways
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
-def test_any_mix_of_rows_is_computed_as_without_graphs(kind: str) -> None:
+def test_any_mix_of_rows_is_computed_as_without_graphs(kind: str, captured: bool) -> None:
     folder = tiny_model(kind)
-    (replaying, recorder), plain = with_graphs(folder), make_runner(folder)
+    (replaying, recorder, attention), plain = with_graphs(folder, captured=captured), make_runner(folder)
     layers = len(plain.model.attention_layers)
-    assert recorder.num_graphs == len(prompt_graph_sizes(LARGEST)) * layers
+    assert recorder.num_graphs == len(prompt_graph_sizes(LARGEST, ROWS if captured else 1)) * layers
     rng, prompts = random.Random(1), {1: random_prompt(20, seed=2), 2: random_prompt(5, seed=3)}
     steps, long = [prompt_step(prompts, {1: (20, 21, 22), 2: (23, 19)})], random_prompt(100, seed=4)
     begin = 0
@@ -51,10 +58,12 @@ def test_any_mix_of_rows_is_computed_as_without_graphs(kind: str) -> None:
         torch.testing.assert_close(replaying.pool, plain.pool, rtol=1e-4, atol=1e-5)
         assert torch.equal(replaying.pool == 0, plain.pool == 0), "padding is written nowhere"
     assert replays == len(steps) > 3
+    assert attention is None or attention.num_filled == replays
 
 
-def test_the_tokens_are_those_of_transformers() -> None:
-    runner, _ = with_graphs(tiny_model("llama"))
+@both_ways
+def test_the_tokens_are_those_of_transformers(captured: bool) -> None:
+    runner, _, _ = with_graphs(tiny_model("llama"), captured=captured)
     prompt = random_prompt(33, seed=2)
     made = runner.execute(prompt_step({0: prompt}, {0: (7, 3, 11, 2)})).result().token_ids.tolist()
     for step in range(1, 12):
@@ -62,9 +71,10 @@ def test_the_tokens_are_those_of_transformers() -> None:
     assert made == reference_greedy(tiny_model("llama"), prompt, 12).token_ids
 
 
-def test_the_connector_sees_each_layer_in_turn() -> None:
+@both_ways
+def test_the_connector_sees_each_layer_in_turn(captured: bool) -> None:
     connector = RecordingConnector()
-    runner, _ = with_graphs(tiny_model("llama"), connector)
+    runner, _, _ = with_graphs(tiny_model("llama"), connector, captured)
     step = prompt_step({0: random_prompt(40, seed=5)}, {0: (3, 4, 5)})
     meta = SchedulerOutput(step.step_id, step.rows, step.samples, new_slots=step.new_slots, connector_meta=StepMeta())
     runner.execute(meta)
@@ -72,7 +82,7 @@ def test_the_connector_sees_each_layer_in_turn() -> None:
 
 
 def test_a_larger_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, _ = with_graphs(tiny_model("llama"))
+    runner, _, _ = with_graphs(tiny_model("llama"))
     monkeypatch.setattr(RecordedGraph, "replay", lambda _: pytest.fail("it has no graph"))
     prompt = random_prompt(LARGEST + 1, seed=6)
     made = runner.execute(prompt_step({0: prompt}, {0: tuple(range(1, 8))})).result().token_ids.tolist()
@@ -80,7 +90,7 @@ def test_a_larger_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_graph_that_cannot_be_launched_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, _ = with_graphs(tiny_model("llama"))
+    runner, _, _ = with_graphs(tiny_model("llama"))
 
     def fail(graph: RecordedGraph) -> None:
         raise RuntimeError("CUDA error: too many resources requested for launch")
@@ -94,7 +104,7 @@ def test_a_graph_that_cannot_be_launched_costs_no_step(monkeypatch: pytest.Monke
 
 
 def test_who_profiles_sees_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, _ = with_graphs(tiny_model("llama"))
+    runner, _, _ = with_graphs(tiny_model("llama"))
     monkeypatch.setattr(RecordedGraph, "replay", lambda _: pytest.fail("it was told not to"))
     runner.replay_graphs(False)
     runner.execute(prompt_step({0: random_prompt(33, seed=2)}, {0: (7, 3, 11)})).result()
@@ -108,6 +118,30 @@ def test_none_are_made_where_none_are_asked_for() -> None:
     assert graphs.sizes[-1] == 96, "a step has no more tokens"
 
 
+def test_rows_for_which_attention_has_no_room_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, _, _ = with_graphs(tiny_model("llama"), captured=True)
+    monkeypatch.setattr(NativeCaptured, "takes", lambda *_: False)
+    monkeypatch.setattr(RecordedGraph, "replay", lambda _: pytest.fail("it has no graph"))
+    prompt = random_prompt(33, seed=2)
+    made = runner.execute(prompt_step({0: prompt}, {0: (7, 3, 11)})).result().token_ids.tolist()
+    assert made == reference_greedy(tiny_model("llama"), prompt, 1).token_ids
+
+
+def test_attention_that_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> torch.Tensor:
+        raise ValueError("query rows lie on each other")
+
+    monkeypatch.setattr(NativeCaptured, "attend", refuse)
+    runner, recorder, attention = with_graphs(tiny_model("llama"), captured=True)
+    assert recorder.num_graphs == len(prompt_graph_sizes(LARGEST)) * len(runner.model.attention_layers)
+    prompt = random_prompt(33, seed=2)
+    made = runner.execute(prompt_step({0: prompt}, {0: (7, 3, 11)})).result().token_ids.tolist()
+    assert made == reference_greedy(tiny_model("llama"), prompt, 1).token_ids
+    assert attention is not None
+    assert not attention.num_filled
+
+
 def test_sizes() -> None:
     assert prompt_graph_sizes(2048) == [32, *range(64, 1024, 64), *range(1024, 2048, 128), 2048]
     assert prompt_graph_sizes(16) == [16]
+    assert prompt_graph_sizes(512, 256) == [*range(256, 512, 64), 512]
