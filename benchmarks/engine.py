@@ -1,7 +1,7 @@
 """The engine alone, without HTTP: the yardstick's workloads, each beside its physical floor measured in the same run.
 
     python benchmarks/engine.py MODEL_FOLDER [--only NAME] [--load-format dummy] [--eager] [--json FILE]
-                                [--tensor-parallel-size N] [--prompt-graph-tokens N]
+                                [--tensor-parallel-size N] [--prompt-graph-tokens N [--prompt-graph-attention]]
 
 Floors (engine_workloads.py) stand after what they belong to: output tokens/s (input tokens/s where there is one output
 token), time to first token, time per token. `idle` is the time the GPU waited between decode steps (events, median).
@@ -74,6 +74,7 @@ class Engine:
         speculative_config: str = "",
         clock: StepClock | None = None,
         prompt_graph_tokens: int = 0,
+        prompt_graph_attention: bool = False,
     ) -> None:
         options = NodeOptions(
             "unified",
@@ -83,6 +84,7 @@ class Engine:
             ),
             cuda_graphs=cuda_graphs,
             prompt_graph_tokens=prompt_graph_tokens,
+            prompt_graph_attention=prompt_graph_attention,
             tensor_parallel_size=num_ranks,
             lora=lora or LoraOptions(),
         )
@@ -101,7 +103,7 @@ class Engine:
         self.runner.warmup()
         self.on_gpu = self.loaded.device.type == "cuda"
         if cuda_graphs and self.on_gpu:
-            self.runner.capture_decode_steps(prompt_graph_tokens)
+            self.runner.capture_decode_steps(prompt_graph_tokens, prompt_graph_attention)
         clock = clock or StepClock(lambda: 0.0)
         self.drafting = make_drafting(self.loaded.draft, self.options, num_blocks, self.runner, clock)
         if self.drafting is not None:
@@ -234,13 +236,16 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--prompt-budget", type=int, default=0, help="prompt tokens in a step beside decodes")
     parser.add_argument("--prompt-graph-tokens", type=int, default=0)
+    parser.add_argument("--prompt-graph-attention", action="store_true")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="floors are then those of one rank")
     parser.add_argument("--json")
     args = parser.parse_args()
     sizes = args.max_model_len, args.prompt_budget, args.tensor_parallel_size
     counter = CompilationCounter()
-    graphs = args.prompt_graph_tokens
-    engine = Engine(args.model, args.load_format, not args.eager, *sizes, prompt_graph_tokens=graphs)
+    engine = Engine(
+        args.model, args.load_format, not args.eager, *sizes, prompt_graph_tokens=args.prompt_graph_tokens,
+        prompt_graph_attention=args.prompt_graph_attention,
+    )  # fmt: skip
     counter.warn_from_now()
     limits = Limits.measure(engine.loaded.dtype)
     print(f"memory {limits.bytes_per_s / 1e12:.2f} TB/s, product {limits.flops / 1e12:.0f} TFLOP/s", flush=True)

@@ -181,7 +181,7 @@ class NodeProcess:
             self.drafting.warm_up(self.loaded.replays_graphs, measures)
         if self.loaded.replays_graphs:
             self.launcher.doing("capturing graphs")
-            self.runner.capture_decode_steps(self.options.prompt_graph_tokens)
+            self.runner.capture_decode_steps(self.options.prompt_graph_tokens, self.options.prompt_graph_attention)
         if measures:
             most = min(self.options.scheduler.max_num_batched_tokens, self.runner.max_model_len)
             measure_step_times(self.runner, most, self.logic.scheduler.state.step_times)

@@ -236,6 +236,7 @@ def size_pool(loaded: LoadedModel, options: NodeOptions, taken_bytes: int = 0) -
             loaded.replays_graphs,
             loaded.adapters,
             options.prompt_graph_tokens,
+            options.prompt_graph_attention,
         )
         if loaded.model.media_encoder is not None:
             free -= options.cache.media_cache_bytes

@@ -229,6 +229,9 @@ class NodeOptions:
     prompt_graph_tokens: Annotated[
         Count, "steps with prompts of up to so many tokens replay graphs from one attention to the next; 0: none do"
     ] = 2048  # docs/measurements.md#prompts-as-graphs: the device needs longer for more, whatever the host
+    prompt_graph_attention: Annotated[
+        bool, "these graphs hold attention of 16 bits, too (Hopper), which else is launched between them"
+    ] = False  # the GPU suite has not run with it yet
     tune_products_s: Annotated[
         float,
         Meta(ge=0, le=3600),

@@ -255,16 +255,17 @@ class ModelRunner:
             logits_NV = self.model.project(self._eager.forward(inputs, wanted))
         self._drawing.choose(logits_NV, SamplingBatch())
 
-    def capture_decode_steps(self, prompt_tokens: int = 0) -> None:
+    def capture_decode_steps(self, prompt_tokens: int = 0, prompt_attention: bool = False) -> None:
         """Captures decode steps, so that from here on they replay graphs, and steps with prompts of up to so many
-        tokens, where the model can be divided. CUDA only, once, after `warmup`."""
+        tokens, where the model can be divided, with their attention where that is asked for and can be. CUDA only,
+        once, after `warmup`."""
         assert self._graphs is None, "captured once"
         assert self.device.type == "cuda"
         if self._followers is not None:
             self._followers.announce("capture")
         graphs = self.new_graphs()
         graphs.capture()
-        self._prompt_graphs = self.new_prompt_graphs(prompt_tokens)
+        self._prompt_graphs = self.new_prompt_graphs(prompt_tokens, prompt_attention)
         if self._prompt_graphs is not None:
             self._prompt_graphs.capture()
             self._eager.replay(self._prompt_graphs)
@@ -275,16 +276,17 @@ class ModelRunner:
         self._may_replay = may_replay
         self._eager.replay(self._prompt_graphs if may_replay else None)
 
-    def new_prompt_graphs(self, max_tokens: int) -> PromptGraphs | None:
+    def new_prompt_graphs(self, max_tokens: int, with_attention: bool = False) -> PromptGraphs | None:
         """Graphs for steps with prompts of up to so many tokens, not yet captured. None: for none, or the model can't
-        be divided, or other ranks compute parts of it."""
+        be divided, or other ranks compute parts of it. `with_attention`: in the graphs where it can be."""
         most = min(max_tokens, self._max_num_tokens)
         if not most or self.model.group is not None:
             return None
         if not isinstance(self.model, DividedModel) or not self.model.can_be_divided:
             return None
-        layers = list(self.model.attention_layers.values())
-        captured = layers[0].first_backend().capture(layers, self._max_num_seqs, most, self.max_model_len)
+        layers, captured = list(self.model.attention_layers.values()), None
+        if with_attention:
+            captured = layers[0].first_backend().capture(layers, self._max_num_seqs, most, self.max_model_len)
         return PromptGraphs(self.model, self._inputs, most, self.device, captured=captured)
 
     def new_graphs(self) -> DecodeGraphs:

@@ -36,12 +36,15 @@ NUM_TOKENS = 64
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("way", "prompt_tokens"),
-    [("single", 0), ("eager", 0), ("local", 0), ("tcp", 0), ("single", 512), ("local", 512), ("tcp", 512)],
-)
-def test_greedy_against_fp32(way: str, prompt_tokens: int, dtype: str) -> None:
-    """With captured decode steps, with steps of so many prompt tokens captured as well, and step by step ("eager")."""
-    graphs = {"cuda_graphs": way != "eager", "prompt_graph_tokens": prompt_tokens}
+    ("way", "prompts"),
+    [("single", ""), ("eager", ""), ("local", ""), ("tcp", ""), ("single", "between"), ("local", "between"),
+     ("single", "inside"), ("local", "inside"), ("tcp", "inside")],
+)  # fmt: skip
+def test_greedy_against_fp32(way: str, prompts: str, dtype: str) -> None:
+    """With captured decode steps, with steps with prompts captured as well, attention between these graphs or inside
+    them, and step by step ("eager")."""
+    graphs = {"prompt_graph_tokens": 512 if prompts else 0, "prompt_graph_attention": prompts == "inside"}
+    graphs["cuda_graphs"] = way != "eager"
     common = {"device": "cuda", "num_blocks": 256, **graphs}
     roles = ["unified"] if way in ("single", "eager") else ["decode", "prefill"]
     nodes = []
@@ -52,13 +55,13 @@ def test_greedy_against_fp32(way: str, prompt_tokens: int, dtype: str) -> None:
         nodes.append(Node(type(options)(**fields)))
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     with client_of(nodes) as client:
-        prompts = {n: random_prompt(n, seed=n, vocab_size=2048) for n in LENGTHS}
+        texts = {n: random_prompt(n, seed=n, vocab_size=2048) for n in LENGTHS}
         prefill = nodes[1].info if len(nodes) > 1 else None
         results = {
-            n: client.submit(str(n), p, sampling, decode=nodes[0].info, prefill=prefill) for n, p in prompts.items()
+            n: client.submit(str(n), p, sampling, decode=nodes[0].info, prefill=prefill) for n, p in texts.items()
         }
         client.wait()
-        for length, prompt in prompts.items():
+        for length, prompt in texts.items():
             assert results[length].failed is None, results[length].failed
             check_against_reference(DEMO, prompt, results[length].output(), getattr(torch, dtype))
         if len(nodes) > 1:

@@ -52,10 +52,10 @@ def steps_of(prompt: list[int], beside: list[int]) -> list[SchedulerOutput]:
     return [SchedulerOutput(step, each, (), new_slots=new.get(step, ())) for step, each in enumerate(rows)]
 
 
-def check(folder: Path, dtype: torch.dtype, tolerance: float) -> None:
+def check(folder: Path, dtype: torch.dtype, tolerance: float, with_attention: bool = False) -> None:
     """`tolerance`: of the largest value."""
     replaying, launched = (runner_of(folder, dtype) for _ in range(2))
-    replaying.capture_decode_steps(LARGEST)
+    replaying.capture_decode_steps(LARGEST, with_attention)
     assert replaying.prompt_graph_sizes[-1] == LARGEST
     for step in steps_of(random_prompt(720, seed=4), random_prompt(40, seed=2)):
         for runner in (replaying, launched):
@@ -75,4 +75,4 @@ def test_the_cache_is_what_launched_steps_write(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama_64", "qwen3_64", "mistral_64"])
 def test_graphs_hold_attention_of_16_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_graphs, "unified_attention", lambda *_: pytest.fail("it is launched between graphs"))
-    check(tiny_model(kind), torch.bfloat16, 6e-2)
+    check(tiny_model(kind), torch.bfloat16, 6e-2, with_attention=True)

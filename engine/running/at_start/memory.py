@@ -26,12 +26,13 @@ def profile_free_bytes(
     cuda_graphs: bool,
     adapters: AdapterMemory | None = None,
     prompt_graph_tokens: int = 0,
+    prompt_graph_attention: bool = False,
 ) -> int:
     """CUDA bytes left for the pool: the share of the device's memory we may use, less what the worst step needs.
 
     Runs that step on a pool of one block, which is dropped again. Memory that other processes hold counts as used.
     `cuda_graphs`: the node will capture decode steps, whose memory stays taken beside that of other steps, and steps
-    with prompts of up to `prompt_graph_tokens` tokens.
+    with prompts of up to `prompt_graph_tokens` tokens, `prompt_graph_attention`: with their attention.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -40,7 +41,8 @@ def profile_free_bytes(
     runner.warmup()
     peak = torch.cuda.max_memory_reserved(device)
     if cuda_graphs:
-        peak += _graph_bytes(runner, device) + _prompt_graph_bytes(runner, device, prompt_graph_tokens)
+        peak += _graph_bytes(runner, device)
+        peak += _prompt_graph_bytes(runner, device, prompt_graph_tokens, prompt_graph_attention)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
@@ -70,11 +72,11 @@ def _graph_bytes(runner: ModelRunner, device: torch.device) -> int:
     return _held_bytes(compute_largest, device)
 
 
-def _prompt_graph_bytes(runner: ModelRunner, device: torch.device, max_tokens: int) -> int:
+def _prompt_graph_bytes(runner: ModelRunner, device: torch.device, max_tokens: int, with_attention: bool) -> int:
     """The same of captured steps with prompts, and the tensors between their segments."""
 
     def compute_largest() -> int:
-        graphs = runner.new_prompt_graphs(max_tokens)
+        graphs = runner.new_prompt_graphs(max_tokens, with_attention)
         if graphs is None:
             return 0
         graphs.warm_up(graphs.sizes[-1])
