@@ -8,7 +8,7 @@ for has come, or does not come any more.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,8 +114,9 @@ class ShareNode:
         """Writes a row's full blocks. Returns whether those before it hold what they should."""
         self.scheduler.state.kv.extend_hashes(request)
         first, end = row.start // BLOCK, (row.start + row.num_tokens) // BLOCK
-        is_right = [self.content[each] for each in block_ids[:first]] == request.block_hashes[:first]
         names = [*request.block_hashes, *[UNNAMED] * end]
+        before = zip(block_ids[:first], names, strict=False)
+        is_right = all(self.content[each] in (name, UNNAMED) for each, name in before)
         for index in range(first, min(end, len(block_ids))):
             self.content[block_ids[index]] = names[index] if is_right else GARBAGE
         return is_right
@@ -131,6 +132,7 @@ class ShareWorld:
         self.nodes = [ShareNode(*each, has_deadlines) for each in each_has]
         self.post: deque[tuple[ShareNode, ShareNode, Any]] = deque()
         self.told: list[Tokens | RequestFailed] = []
+        self._num_told: Counter[tuple[str, int, int]] = Counter()  # tokens
         self.corrupts = False  # the next push
         self.is_checked = True  # after whatever happens
         for one in self.nodes:
@@ -344,10 +346,18 @@ class ShareWorld:
             for to, message in node.logic.drain_outbox():
                 if to == ROUTER:
                     self.told += [message] if isinstance(message, Tokens | RequestFailed) else []
+                    self._check_order(message)
                 else:
                     self.post.append((node, self._node(to), message))
             if self.is_checked:
                 node.check()
+
+    def _check_order(self, message: Any) -> None:
+        """Tokens that were withheld come before those behind them."""
+        for delta in message.deltas if isinstance(message, Tokens) else ():
+            place = (delta.request_id, delta.attempt, delta.sample_index)
+            assert delta.output_index == self._num_told[place], f"{place}: {delta}"
+            self._num_told[place] += len(delta.token_ids)
 
     def _carry_out(self, node: ShareNode, effect: Any) -> None:
         if isinstance(effect, Send):

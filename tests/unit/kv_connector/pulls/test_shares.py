@@ -153,7 +153,9 @@ def test_whatever_happens_among_three_full_nodes(num_seeds: int) -> None:
             kind = rng.random()
             if kind < 0.04:
                 on, *helpers = rng.sample(range(3), rng.choice([2, 3]))
-                world.submit(f"r{next(names)}", rng.randrange(3, 6) * CHUNK + 3, on, helpers)
+                world.submit(
+                    f"r{next(names)}", rng.randrange(3, 6) * CHUNK + 3, on, helpers, max_tokens=rng.randrange(1, 8)
+                )
             elif kind < 0.05:
                 FAULTS[rng.choice(["wrong bytes", "message lost", "helpers lost"])](world)
             elif kind < 0.15:
