@@ -4,8 +4,10 @@
 
 FOLDER is that of `--handoff-trace`: nodes write there each step longer than 1 ms beyond the time a token that they
 promise, so nearly every one with a launched chunk of a prompt. Medians by prompt tokens: what is in the step, ms of
-the whole turn, of its waiting for the device and of its launch, CPU ms, and what the simulator's cost model says (an 8B
-model in bf16 on an H200). `sum` is the time of all of them, beside it the share of what the model says.
+the whole turn in which its results came, of waiting for the device and of the launch in that turn, which is that of the
+step after it, CPU ms, and what the simulator's cost model says of the step (an 8B model in bf16 on an H200). So a long
+launch stands beside the step before, mostly one of decodes alone. `sum` is the time of all turns, beside it the share
+of what the model says of their steps: take the two of all rows together.
 """
 
 from __future__ import annotations
