@@ -58,6 +58,11 @@ class LiveAttempts:
     def unfinished(self, attempt: Attempt) -> list[int]:
         return [i for i in attempt.sample_indices if self._samples[i].finish_reason is None]
 
+    def has_lost_tokens(self, attempt: Attempt, before: float) -> bool:
+        """Whether tokens of it have come whose predecessors were missing `before` that time already."""
+        samples = [self._samples[i] for i in self.unfinished(attempt)]
+        return any(sample.pending and sample.waits_since <= before for sample in samples)
+
     def seen(self, attempt: Attempt) -> list[int]:
         """Output tokens that the client has seen and that the attempt's prompt must contain."""
         if len(attempt.sample_indices) > 1:

@@ -2,7 +2,7 @@
 
     QUEUED ──placed──> PLACED ──accepted──> PREFILLING ──first token──> STREAMING ──last token──> FINISHED
        ^  └ queue_s: 503,  │ accept_s: retry     │ deadline_s: 504         │ deadline_s: 504          FAILED
-       │    429 if full    │ full: waits again   │                         │
+       │    429 if full    │ full: waits again   │                         │ tokens lost for accept_s: retry
        └───────────── attempt failed, attempts left ─┴─────────────────────────┘
 
 Its parts: the samples' output (`parts.py`), the attempts that live (`attempts.py`), samples on the move (`moves.py`).
@@ -134,9 +134,8 @@ class RequestMachine:
         if self.outcome is not None:
             return []
         if now >= self.deadline:
-            limit = f"{self.spec.deadline_s:g} s"
-            error = DeadlineError(f"the request did not end within {limit}", request_id=self.spec.request_id)
-            return self._fail(error)
+            text = f"the request did not end within {self.spec.deadline_s:g} s"
+            return self._fail(DeadlineError(text, request_id=self.spec.request_id))
         actions = self.moves.give_up_overdue(now)
         for attempt in list(self.attempts.live.values()):
             if attempt.request_id in self.attempts.live:
@@ -157,6 +156,8 @@ class RequestMachine:
             names = ", ".join(sorted(node.node_id for node in attempt.awaiting))
             error = self._node_failed(f"no answer from {names} within {self.spec.accept_s:g} s")
             return self._attempt_failed(attempt, attempt.awaiting, set(), error, True, now)
+        if self.attempts.has_lost_tokens(attempt, now - self.spec.accept_s):
+            return self._attempt_failed(attempt, (), set(), self._node_failed("tokens were lost"), True, now)
         return []
 
     # --- from nodes -------------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ class RequestMachine:
         if sample.is_contradicted_by(delta):
             error = self._node_failed("two nodes made different tokens")
             return actions + self._attempt_failed(attempt, {node}, set(), error, True, now)
-        ready = sample.take(delta, self.spec.sampling.max_tokens)
+        ready = sample.take(delta, self.spec.sampling.max_tokens, now)
         if not ready:
             self.num_dropped_deltas += sample.finish_reason is not None or delta.output_index < len(sample.token_ids)
             return actions

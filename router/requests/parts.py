@@ -129,16 +129,20 @@ class Attempt:
 
 @dataclass(slots=True)
 class Sample:
-    """Output of one sample. `token_ids` were emitted; `pending` came early and waits for the tokens before it."""
+    """Output of one sample. `token_ids` were emitted; `pending` came early and waits, since `waits_since`, for the
+    tokens before it."""
 
     token_ids: list[int] = field(default_factory=list)
     pending: dict[int, TokenDelta] = field(default_factory=dict)
+    waits_since: float = 0.0  # monotonic seconds
     finish_reason: FinishReason | None = None
 
-    def take(self, delta: TokenDelta, max_tokens: int) -> list[TokenDelta]:
+    def take(self, delta: TokenDelta, max_tokens: int, now: float) -> list[TokenDelta]:
         """Puts `delta` in its place; returns what can be emitted now, in order, cut free of duplicates."""
         if self.finish_reason is not None:
             return []
+        if not self.pending:
+            self.waits_since = now
         if delta.output_index > len(self.token_ids):
             known = self.pending.get(delta.output_index)
             if delta.output_index < max_tokens and (known is None or len(known.token_ids) < len(delta.token_ids)):

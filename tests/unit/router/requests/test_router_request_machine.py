@@ -397,6 +397,27 @@ def test_a_prefill_node_that_dies_before_its_token_came_is_missed() -> None:
     assert machine.work_on(DK) == {("r", 1)}, "its cancel is not yet answered"
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_tokens_that_never_come_are_made_again(lost: int) -> None:
+    """The prefill node's first one, or one in the middle: those behind it don't end the request."""
+    m = make(max_tokens=6)
+    _prefilling(m)
+    if lost:
+        m.tokens(PK, delta(0, limit=6), 1.0)
+    m.tokens(DK, delta(lost + 1, limit=6), 1.0)
+    m.tokens(DK, delta(lost + 2, 4 - lost, limit=6), 9.0)
+    assert not m.tick(1.0 + m.spec.accept_s - 0.1)
+    actions = m.tick(1.0 + m.spec.accept_s)
+    assert {each.node for each in sends(actions, Cancel)} == {DK, PK}
+    assert Place("r") in actions
+    assert not m.attempts.live["r"].avoid
+    (submit,) = sends(m.placed("r", ALONE, 12.0), Submit)
+    assert submit.message.num_prior_output_tokens == lost
+    emitted = m.tokens(XK, delta(lost, 6 - lost, attempt=2, limit=6), 13.0)
+    assert [each.token_ids for each in emitted if isinstance(each, EmitTokens)] == [tuple(range(lost, 6))]
+    assert isinstance(m.outcome, Finish)
+
+
 def test_a_lost_node_needs_not_answer_its_cancel() -> None:
     machine = make()
     _handed_off(machine)
@@ -494,6 +515,6 @@ def test_of_what_came_early_twice_the_longer_is_kept() -> None:
     """As of a sample that moved: one node was cut short, the other repeats what it may not have sent."""
     sample = Sample()
     for token_ids in ((5,), (5, 6, 7), (5, 6)):
-        assert sample.take(TokenDelta("r", 1, 0, 2, token_ids), 9) == []
-    assert [each.token_ids for each in sample.take(TokenDelta("r", 1, 0, 0, (3, 4)), 9)] == [(3, 4), (5, 6, 7)]
+        assert sample.take(TokenDelta("r", 1, 0, 2, token_ids), 9, 0.0) == []
+    assert [each.token_ids for each in sample.take(TokenDelta("r", 1, 0, 0, (3, 4)), 9, 0.0)] == [(3, 4), (5, 6, 7)]
     assert sample.token_ids == [3, 4, 5, 6, 7]
