@@ -227,7 +227,7 @@ class NodeOptions:
     compile: Annotated[bool, "have torch.compile make what a model computes between its layers' attention"] = False
     cuda_graphs: Annotated[bool, "replay captured graphs for decode steps"] = True
     prompt_graph_tokens: Annotated[
-        Count, "steps with prompts of up to so many tokens replay graphs from one attention to the next; 0: none do"
+        Count, "steps with up to so many tokens of prompts replay graphs from one attention to the next; 0: none do"
     ] = 2048  # docs/measurements.md#prompts-as-graphs: the device needs longer for more, whatever the host
     prompt_graph_attention: Annotated[
         bool, "these graphs hold attention of 16 bits, too (Hopper), which else is launched between them"

@@ -25,7 +25,7 @@ from tandem.engine.running.expert_balance import make_expert_balance
 from tandem.engine.running.faults import StepFaults
 from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.prefix_sharing import PrefixSharing
-from tandem.engine.running.prompt_graphs import DividedModel, PromptGraphs
+from tandem.engine.running.prompt_graphs import ROWS_BESIDE, DividedModel, PromptGraphs
 from tandem.engine.running.runner_needs import AdapterMemory, Followers, Model, QualityProbe
 from tandem.engine.running.sampler import SamplingBatch
 from tandem.engine.running.step_inputs import StepInputs
@@ -277,11 +277,12 @@ class ModelRunner:
         self._eager.replay(self._prompt_graphs if may_replay else None)
 
     def new_prompt_graphs(self, max_tokens: int, with_attention: bool = False) -> PromptGraphs | None:
-        """Graphs for steps with prompts of up to so many tokens, not yet captured. None: for none, or the model can't
-        be divided, or other ranks compute parts of it. `with_attention`: in the graphs where it can be."""
-        most = min(max_tokens, self._max_num_tokens)
-        if not most or self.model.group is not None:
+        """Graphs for steps with up to so many tokens of prompts beside some decodes, not yet captured. None: for none,
+        or the model can't be divided, or other ranks compute parts of it. `with_attention`: in the graphs where it can
+        be."""
+        if not max_tokens or self.model.group is not None:
             return None
+        most = min(max_tokens + ROWS_BESIDE, self._max_num_tokens)
         if not isinstance(self.model, DividedModel) or not self.model.can_be_divided:
             return None
         layers, captured = list(self.model.attention_layers.values()), None
