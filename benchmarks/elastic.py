@@ -40,7 +40,6 @@ from tandem.deploy.launch.cluster_plan import count_gpus
 
 MIX_TARGETS = ("--ttft-target-ms", "300", "--tpot-target-ms", "7")
 TRACE_TARGETS = ("--ttft-target-ms", "2000", "--tpot-target-ms", "25")
-SPLIT = ("--prefill", "1", "--decode", "1")
 TOLD = ("source_handoffs_failed", "shared_begun", "shared_declined", "shared_failed", "shared_tokens",
         "pull_completed", "leaning_changes", "moves_completed", "kernels_compiled_late")  # fmt: skip
 POLL_S = 0.05
@@ -216,7 +215,8 @@ async def shift_once(url: str, options: argparse.Namespace, length: int) -> tupl
 
 
 def shift(options: argparse.Namespace) -> None:
-    arguments = [*SPLIT, "--no-fixed-roles", "--ttft-target-ms", "2000", "--tpot-target-ms", f"{options.tpot_ms:g}"]
+    targets = ("--ttft-target-ms", "2000", "--tpot-target-ms", f"{options.tpot_ms:g}")
+    arguments = (*divided(options, "1+1"), "--no-fixed-roles", *targets)
     with serving(options, "leaning", arguments) as (url, length):
         samples, shifted_at, leanings = asyncio.run(shift_once(url, options, length))
         counted = tell_counters(options, "leaning", url)

@@ -228,7 +228,7 @@ class NodeOptions:
     cuda_graphs: Annotated[bool, "replay captured graphs for decode steps"] = True
     prompt_graph_tokens: Annotated[
         Count, "steps with up to so many tokens of prompts replay graphs from one attention to the next; 0: none do"
-    ] = 2048  # docs/measurements.md#prompts-as-graphs: the device needs longer for more, whatever the host
+    ] = 2048  # a guess: the device needs over 46 ms for more (docs/measurements.md#prompts-as-graphs)
     prompt_graph_attention: Annotated[
         bool, "these graphs hold attention of 16 bits, too (Hopper), which else is launched between them"
     ] = False  # the GPU suite has not run with it yet

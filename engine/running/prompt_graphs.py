@@ -93,15 +93,11 @@ class PromptGraphs:
     ) -> None:
         """`captured`: attention as part of the graphs; None: it is launched between them."""
         self._model, self._inputs, self._device, self._new_graph = model, inputs, device, new_graph
-        self._captured, self._max_tokens = captured, max_tokens
+        self._captured = captured
+        self.sizes = prompt_graph_sizes(max_tokens, 1 if captured is None else captured.most_rows)
         self._tensors: dict[str, torch.Tensor] = {}  # what attention reads and writes, and what the last segment leaves
         self._segments: dict[int, list[Segment]] = {}
         self._capture: _Capture | None = None
-
-    @property
-    def sizes(self) -> list[int]:
-        """Tokens of the captured steps."""
-        return prompt_graph_sizes(self._max_tokens, 1 if self._captured is None else self._captured.most_rows)
 
     @property
     def num_graphs(self) -> int:
@@ -134,7 +130,7 @@ class PromptGraphs:
         except ValueError:
             if self._captured is None:
                 raise
-            self._captured = None
+            self._captured, self.sizes = None, prompt_graph_sizes(self.sizes[-1])
             self._pass_over(size)
 
     def _pass_over(self, size: int) -> None:
@@ -156,8 +152,8 @@ class PromptGraphs:
             if self._capture is not None:
                 self._capture.cut(layer_name, kv_is_stored)
             context = get_forward_context()
-            layer, slot_G = context.layer(layer_name), context.metadata_of(layer_name).slot_mapping
-            return self._captured.attend(layer, query, key, value, slot_G, kv_is_stored)
+            layer, metadata = context.layer(layer_name), context.metadata_of(layer_name)
+            return self._captured.attend(layer, query, key, value, metadata, kv_is_stored)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             self._keep(name, tensor)
         if self._capture is not None:
@@ -166,15 +162,14 @@ class PromptGraphs:
 
     def takes(self, inputs: ForwardInputs) -> bool:
         """Whether these inputs are those of a step that was captured."""
-        is_plain = inputs.adapters is None and inputs.links_3T is None and len(inputs.positions_T) <= self._max_tokens
+        is_plain = inputs.adapters is None and inputs.links_3T is None and len(inputs.positions_T) <= self.sizes[-1]
         return is_plain and (self._captured is None or self._captured.takes(inputs.metadata))
 
     def forward(self, inputs: ForwardInputs, wanted: WantedTokens | None, context: ForwardContext) -> torch.Tensor:
         """Normalised hidden states of the wanted tokens (None: of all T). Valid until the next step. What stands behind
         the inputs is of earlier steps: tokens and places that are computed with, and stored nowhere."""
         num, positions_T = len(inputs.positions_T), inputs.positions_T
-        sizes = sorted(self._segments)
-        size = sizes[bisect.bisect_left(sizes, num)]
+        size = self.sizes[bisect.bisect_left(self.sizes, num)]
         _, position_G, slot_G = self._inputs.buffers(size)
         assert positions_T.data_ptr() == position_G.data_ptr(), "inputs of another builder"
         slot_G[num:].fill_(-1)
@@ -214,7 +209,7 @@ class PromptGraphs:
     def _room(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Where each pass has what it calls so, [G, ...]."""
         if name not in self._tensors:
-            self._tensors[name] = like.new_zeros((self._max_tokens, *like.shape[1:]))
+            self._tensors[name] = like.new_zeros((self.sizes[-1], *like.shape[1:]))
         return self._tensors[name][: len(like)]
 
     @contextmanager

@@ -145,10 +145,11 @@ class CapturedAttention(Protocol):
         query_GHD: torch.Tensor,
         key_GKD: torch.Tensor,
         value_GKD: torch.Tensor,
-        slot_G: torch.Tensor,
+        meta: AttentionMetadata,
         kv_is_stored: bool,
     ) -> torch.Tensor:
-        """[G, H, D]. Raises ValueError for tensors that it can't read."""
+        """[G, H, D]. `meta` says where keys and values go, unless they are stored. Raises ValueError for tensors that
+        it can't read."""
 
 
 class AttentionBackend(ABC):

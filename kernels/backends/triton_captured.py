@@ -19,8 +19,7 @@ from tandem.kernels.api.backend import BoundLayer, PagedKV, Prefill
 from tandem.kernels.api.metadata import AttentionMetadata, RowBatch
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.triton_prefill import why_general
-from tandem.kernels.blocks.quantization import overflow_counter, scale_tensor
-from tandem.kernels.triton_kernels.blocks.cache_write import cache_write
+from tandem.kernels.blocks.quantization import scale_tensor
 from tandem.kernels.triton_kernels.decode.decode_launch import decode_constants, paged_decode, plan_decode
 from tandem.kernels.triton_kernels.decode.decode_plan import DecodePlan
 from tandem.kernels.triton_kernels.prefill.prefill_launch import (
@@ -58,7 +57,7 @@ class TritonCapturedAttention:
         )  # fmt: skip
         self._plans: dict[tuple[object, ...], tuple[DecodePlan, AttentionSpec, int]] = {}
         for layer in layers:
-            self._plan_of(layer.spec, cache.dtype, block_size)
+            self._plan_of(layer)
 
     @staticmethod
     def _num_pieces(num_tokens: int) -> int:
@@ -97,7 +96,7 @@ class TritonCapturedAttention:
         query_GHD: torch.Tensor,
         key_GKD: torch.Tensor,
         value_GKD: torch.Tensor,
-        slot_G: torch.Tensor,
+        meta: AttentionMetadata,
         kv_is_stored: bool,
     ) -> torch.Tensor:
         """[G, H, D]. Raises ValueError where tensors lie as the Hopper kernel can't read them."""
@@ -112,12 +111,11 @@ class TritonCapturedAttention:
         out_GHD = torch.empty(query_GHD.shape, dtype=query_GHD.dtype, device=device)
         with torch.cuda.device_of(query_GHD):
             if not kv_is_stored:
-                overflow = overflow_counter(device)
-                cache_write(key_GKD, value_GKD, *caches, slot_G, k_scale=one, v_scale=one, overflow=overflow)
+                layer.impl.store(key_GKD, value_GKD, kv, meta)
+            plan, constants = self._plan_of(layer)
             out_GHD[: self.most_rows] = paged_decode(
-                query_GHD[: self.most_rows], *caches, self._rows.block_tables, self._seq_lens_R, spec.scale,
-                _constants(spec, query_GHD.dtype, kv.block_size),
-                plan=self._plan_of(spec, query_GHD.dtype, kv.block_size), k_scale=one, v_scale=one, **options,
+                query_GHD[: self.most_rows], *caches, self._rows.block_tables, self._seq_lens_R, spec.scale, constants,
+                plan=plan, k_scale=one, v_scale=one, **options,
             )  # fmt: skip
             pieces = self._pieces[: self._num_pieces(len(query_GHD))]
             launch_prefill(
@@ -125,15 +123,14 @@ class TritonCapturedAttention:
             )
         return out_GHD
 
-    def _plan_of(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> DecodePlan:
-        constants = _constants(spec, dtype, block_size)
+    def _plan_of(self, layer: BoundLayer) -> tuple[DecodePlan, dict[str, int]]:
+        """How decode spreads its work in such a layer, and its constants: of rows of one token."""
+        cache, spec = layer.kv_cache[0], layer.spec
+        constants = decode_constants(
+            cache.dtype, cache.element_size(), spec.group_size, 1, spec.head_size, cache.shape[3], 0
+        )
         key = (id(constants), spec.num_kv_heads, spec.reach)
         if key not in self._plans:
             plan = plan_decode(self._seq_lens_R, spec.num_kv_heads, constants, reach=spec.reach)
             self._plans[key] = plan, spec, constants["TILE"]
-        return self._plans[key][0]
-
-
-def _constants(spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> dict[str, int]:
-    """The constants of decode rows of one token, over a cache in the dtype that is computed in."""
-    return decode_constants(dtype, dtype.itemsize, spec.group_size, 1, spec.head_size, block_size, 0)
+        return self._plans[key][0], constants

@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tandem.kernels.api.backend import Prefill
+from tandem.kernels.api.spec import AttentionSpec
+from tandem.kernels.backends.native import NativeOps
+from tandem.kernels.check.sample_batches import PagedBatch
+
 ON_HOPPER = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -16,3 +21,9 @@ ON_HOPPER = [
 def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over that of `expected`, which is of float64."""
     return ((output.double() - expected).norm() / expected.norm()).item()
+
+
+def exact(batch: PagedBatch, spec: AttentionSpec, *scales: float) -> torch.Tensor:
+    """Attention of a batch's new tokens in float64, [T, H, D]. The cache holds the earlier ones."""
+    query, key, value = batch.query.double(), batch.key.double(), batch.value.double()
+    return NativeOps.prefill(Prefill(query, key, value, batch.kv(*scales), batch.metadata.all_rows()), spec)

@@ -98,7 +98,7 @@ class NativeCaptured:
 
     def attend(
         self, layer: Attention, query_GHD: torch.Tensor, key_GKD: torch.Tensor, value_GKD: torch.Tensor,
-        slot_G: torch.Tensor, kv_is_stored: bool,
+        meta: AttentionMetadata, kv_is_stored: bool,
     ) -> torch.Tensor:  # fmt: skip
         return self._recorder.call(self._attend, layer, query_GHD, key_GKD, value_GKD, kv_is_stored)
 

@@ -36,3 +36,9 @@ def _first_device() -> None:
     """Whatever device the test before made its thread's own: nodes of one process do."""
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
+
+
+@pytest.fixture
+def poisoned_memory() -> None:
+    """Outputs come from freed memory full of NaN: what a kernel leaves unwritten shows."""
+    torch.full((1 << 26,), float("nan"), device="cuda")

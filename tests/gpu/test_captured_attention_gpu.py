@@ -8,22 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_checks import relative_error
+from gpu_checks import ON_HOPPER, exact, relative_error
 
 from tandem.kernels.api.attention import Attention
-from tandem.kernels.api.backend import Prefill
-from tandem.kernels.api.spec import AttentionSpec
-from tandem.kernels.backends.native import NativeOps
 from tandem.kernels.backends.triton import TritonOps, why_not_captured
 from tandem.kernels.check.sample_batches import PagedBatch, random_batch
 from tandem.kernels.reference import paged
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = [*ON_HOPPER, pytest.mark.usefixtures("poisoned_memory")]
 
 HEADS, KV_HEADS, SIZE, BLOCK = 8, 2, 128, 64
 ROWS, TOKENS, LENGTH = 64, 640, 4096
@@ -44,21 +36,9 @@ STEPS: list[tuple[Sequence[int], Sequence[int]]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> None:
-    """Outputs come from freed memory full of NaN: what a kernel leaves unwritten shows."""
-    torch.full((1 << 26,), float("nan"), device="cuda")
-
-
 def batch_of(query_lens: Sequence[int], seq_lens: Sequence[int], dtype: torch.dtype, seed: int) -> PagedBatch:
     sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": SIZE, "block_size": BLOCK}
     return random_batch(query_lens, seq_lens, seed=seed, dtype=dtype, device="cuda", **sizes)
-
-
-def exact(batch: PagedBatch, spec: AttentionSpec) -> torch.Tensor:
-    """float64 [T, H, D]. The cache holds the earlier tokens."""
-    query, key, value = batch.query.double(), batch.key.double(), batch.value.double()
-    return NativeOps.prefill(Prefill(query, key, value, batch.kv(), batch.metadata.all_rows()), spec)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -75,17 +55,18 @@ def test_one_graph_serves_steps_of_any_lengths(options: str, dtype: torch.dtype)
         torch.full((TOKENS, heads, SIZE), float("nan"), dtype=dtype, device="cuda")
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    slots = torch.full((TOKENS,), -1, device="cuda")
-    for _ in range(2):
+    anywhere = batches[0].metadata  # keys and values are stored already
+
+    def two_layers() -> tuple[torch.Tensor, torch.Tensor]:
         captured.begin()
-        captured.attend(layer, query, key, value, slots, True)  # compiles
-        captured.attend(layer, query, key, value, slots, True)
+        first = captured.attend(layer, query, key, value, anywhere, True)
+        return first, captured.attend(layer, query, key, value, anywhere, True)
+
+    two_layers()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured.begin()
-        first = captured.attend(layer, query, key, value, slots, True)
-        second = captured.attend(layer, query, key, value, slots, True)  # as the next layer does
+        outputs = two_layers()
     for batch in (*batches, *batches[::-1]):
         pool[: len(batch.pool)] = batch.pool
         meta = batch.metadata
@@ -98,7 +79,7 @@ def test_one_graph_serves_steps_of_any_lengths(options: str, dtype: torch.dtype)
         captured.fill(replace(meta, block_tables=tables))
         graph.replay()
         expected = exact(batch, layer.spec)
-        for out in (first, second):
+        for out in outputs:
             found = out[: meta.num_tokens]
             assert found.isfinite().all()
             assert relative_error(found, expected) < TOLERANCE, meta.query_lens_cpu

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_checks import relative_error
+from gpu_checks import exact, relative_error
 
 from tandem.kernels.api.backend import PagedKV, Prefill
 from tandem.kernels.api.metadata import RowBatch
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends import triton_prefill
-from tandem.kernels.backends.native import NativeOps
 from tandem.kernels.backends.triton import TritonOps
 from tandem.kernels.blocks.quantization import FP8_DTYPE
 from tandem.kernels.check.sample_batches import PagedBatch, random_batch
@@ -23,6 +22,7 @@ from tests.fakes.guarded_memory import guarded_copy
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned_memory"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
@@ -39,17 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": torch.tensor(paged.alibi_slopes(8))},
     "all": {"alibi_slopes": torch.tensor(paged.alibi_slopes(8)), "sliding_window": 300, "logits_soft_cap": 3.0},
 }
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> None:
-    """Outputs come from freed memory full of NaN: what a kernel leaves unwritten shows."""
-    torch.full((1 << 26,), float("nan"), device="cuda")
-
-
-def exact(batch: PagedBatch, spec: AttentionSpec, *scales: float) -> torch.Tensor:
-    query, key, value = batch.query.double(), batch.key.double(), batch.value.double()
-    return NativeOps.prefill(Prefill(query, key, value, batch.kv(*scales), batch.metadata.all_rows()), spec)
 
 
 def rows_without_prefix(lengths: Sequence[int]) -> RowBatch:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_checks import ON_HOPPER
 from handmade_steps import BLOCK, new_slot
 
 from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
@@ -22,11 +23,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-def is_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
 
 NUM_BLOCKS, MAX_LEN, LARGEST = 128, 1024, 400
 
@@ -72,7 +68,7 @@ def test_the_cache_is_what_launched_steps_write(kind: str) -> None:
     check(tiny_model(kind), torch.float32, 1e-3)
 
 
-@pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
+@ON_HOPPER[1]
 @pytest.mark.parametrize("kind", ["llama_64", "qwen3_64", "mistral_64"])
 def test_graphs_hold_attention_of_16_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_graphs, "unified_attention", lambda *_: pytest.fail("it is launched between graphs"))

@@ -83,12 +83,13 @@ def test_one_set_of_buffers_serves_steps_of_any_lengths() -> None:
         assert captured.takes(meta)
         slots = torch.full((TOKENS,), -1)
         slots[: meta.num_tokens] = meta.slot_mapping
+        of_graph = replace(meta, slot_mapping=slots)
         tables = torch.zeros((meta.num_rows, LENGTH // BLOCK), dtype=torch.int32)
         tables[:, : meta.block_tables.shape[1]] = meta.block_tables
         captured.fill(replace(meta, block_tables=tables))
         captured.begin()
         for kv_is_stored in (False, True):
-            out = captured.attend(layer, *map(padded, (batch.query, batch.key, batch.value)), slots, kv_is_stored)
+            out = captured.attend(layer, *map(padded, (batch.query, batch.key, batch.value)), of_graph, kv_is_stored)
             expected = replace(batch, pool=pool).expected(layer.spec)
             error = (out[: meta.num_tokens].double() - expected).abs().max() / expected.abs().max()
             assert error < 2e-5, (meta.query_lens_cpu, kv_is_stored)
