@@ -1,7 +1,7 @@
 """The engine alone, without HTTP: the yardstick's workloads, each beside its physical floor measured in the same run.
 
     python benchmarks/engine.py MODEL_FOLDER [--only NAME] [--load-format dummy] [--eager] [--json FILE]
-                                [--tensor-parallel-size N] [--prompt-graph-tokens N [--prompt-graph-attention]]
+                                [--tensor-parallel-size N] [--prompt-graph-tokens N] [--no-prompt-graph-attention]
 
 Floors (engine_workloads.py) stand after what they belong to: output tokens/s (input tokens/s where there is one output
 token), time to first token, time per token. `idle` is the time the GPU waited between decode steps (events, median).
@@ -73,8 +73,8 @@ class Engine:
         lora: LoraOptions | None = None,
         speculative_config: str = "",
         clock: StepClock | None = None,
-        prompt_graph_tokens: int = 0,
-        prompt_graph_attention: bool = False,
+        prompt_graph_tokens: int = 2048,
+        prompt_graph_attention: bool = True,
     ) -> None:
         options = NodeOptions(
             "unified",
@@ -235,8 +235,8 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--prompt-budget", type=int, default=0, help="prompt tokens in a step beside decodes")
-    parser.add_argument("--prompt-graph-tokens", type=int, default=0)
-    parser.add_argument("--prompt-graph-attention", action="store_true")
+    parser.add_argument("--prompt-graph-tokens", type=int, default=2048)
+    parser.add_argument("--prompt-graph-attention", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="floors are then those of one rank")
     parser.add_argument("--json")
     args = parser.parse_args()

@@ -231,7 +231,7 @@ class NodeOptions:
     ] = 2048  # a guess: the device needs over 46 ms for more (docs/measurements.md#prompts-as-graphs)
     prompt_graph_attention: Annotated[
         bool, "these graphs hold attention of 16 bits, too (Hopper), which else is launched between them"
-    ] = False  # the GPU suite has not run with it yet
+    ] = True
     tune_products_s: Annotated[
         float,
         Meta(ge=0, le=3600),
