@@ -27,7 +27,7 @@ from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.api.unified_attention import unified_attention
 from tandem.kernels.products.rotary_attention import WantedTokens
 
-ROWS_BESIDE = 16  # decodes beside a chunk for which each graph has room; a guess
+ROWS_BESIDE = 64  # decodes beside the largest chunk for which there is room; a guess
 
 
 class Graph(Protocol):
@@ -71,9 +71,9 @@ class Segment(NamedTuple):
 
 
 def prompt_graph_sizes(max_tokens: int, least: int = 1) -> list[int]:
-    """Tokens of the captured steps, at least `least`: chunks of whole blocks, and room for decodes beside them. Else a
-    row or two beside a chunk would cost as many more tokens as lie between two sizes. 64 of those is a guess."""
-    ladder = [32, *range(64 + ROWS_BESIDE, max_tokens, 64)]
+    """Tokens of the captured steps, at least `least`. Products are computed in tiles of 64 or 128 tokens, so sizes
+    between multiples of 64 would save nothing."""
+    ladder = [32, *range(64, max_tokens, 64)]
     return [*(size for size in ladder if least <= size < max_tokens), max_tokens]
 
 

@@ -158,6 +158,11 @@ class Arrivals:
                     events.setdefault(layer, []).append(self._event(arriving, flag_1, layer + 1))
         return events
 
+    @property
+    def are_awaited(self) -> bool:
+        """Whether a step that was launched waits for a peer, or did and has not been asked about."""
+        return bool(self._awaited)
+
     def spoiled(self, step_id: int) -> dict[int, str]:
         """The slots whose rows of this step lacked KV, and why."""
         with self._changed:

@@ -25,7 +25,16 @@ from tandem.kernels.blocks.digest import BlockSums, block_digests
 from tandem.kernels.blocks.push_blocks import can_push, list_pairs, push_blocks
 from tandem.kv_connector.layouts.geometry import pool_stride_bytes
 from tandem.kv_connector.layouts.rank_pools import RankPools
-from tandem.kv_connector.protocol.jobs import BlockPush, Retire, SumArrived, TransferEvent, TransferJob, Verify
+from tandem.kv_connector.protocol.jobs import (
+    BlockPush,
+    Finalize,
+    Flush,
+    Retire,
+    SumArrived,
+    TransferEvent,
+    TransferJob,
+    Verify,
+)
 from tandem.kv_connector.transfer.announcer import LayerAnnouncer
 from tandem.kv_connector.transfer.arrivals import Arrivals
 from tandem.kv_connector.transfer.channels import Connect, PeerChannels
@@ -35,7 +44,7 @@ from tandem.kv_connector.transfer.pusher import OnPushed, Pusher, tell_nobody
 from tandem.kv_connector.transfer.sink_checks import SinkChecks
 from tandem.kv_connector.transfer.source_jobs import LayersJob, SourceJobs
 from tandem.kv_connector.transfer.trace import HandoffTrace, Moment
-from tandem.kv_connector.transfer.waiting_layers import WaitingLayers
+from tandem.kv_connector.transfer.waiting_jobs import WaitingJobs
 from tandem.kv_connector.transports.base import OnLost
 
 WRITTEN_POLL_S = 0.0003  # for layers but the last, which is enqueued before it is written; a guess
@@ -73,7 +82,7 @@ class TransferWorker:
         self._post_event = post_event
         self._channels = PeerChannels(connect, on_peer_lost, fault_injection)
         self._jobs: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
-        self._waiting: WaitingLayers[_Item] = WaitingLayers()
+        self._waiting: WaitingJobs[_Item] = WaitingJobs()
         self._book = GrantBook()
         # The stream of pushes, each behind the step that computes it. They come first wherever a multiprocessor has
         # room: there are few of their programs, and behind the next step's kernels, which always wait for more room
@@ -191,10 +200,12 @@ class TransferWorker:
                 if isinstance(job, LayersJob) and written is not None:
                     is_last = job.layers.stop == self._pool_NHLPBD.shape[2]
                     self._waiting.add(job.push.grant_id, item, written, goes_ahead=is_last)
-                    continue
-                for before in self._waiting.take_all_of(getattr(job, "grant_id", 0)):
-                    self._run_job(*before)
-                self._run_job(job, written)
+                elif isinstance(job, BlockPush | Flush | Finalize) and self._is_held_up(job, written):
+                    self._waiting.add(job.grant_id, item, written if isinstance(job, BlockPush) else None, True)
+                else:
+                    for before in self._waiting.take_all_of(getattr(job, "grant_id", 0)):
+                        self._run_job(*before)
+                    self._run_job(job, written)
             for left in self._waiting.take_all_of(None):
                 self._run_job(*left)
 
@@ -206,13 +217,21 @@ class TransferWorker:
             try:
                 return self._jobs.get(timeout=wait_s)
             except queue.Empty:
-                written = self._waiting.take_written()
+                written = self._waiting.take_next(may_go_ahead=not self.arrivals.are_awaited)
             self._announcer.announce_arrived()
             if written is not None:
                 self._run_job(*written)
                 wait_s = 0.0
             else:
                 wait_s = WRITTEN_POLL_S if self._waiting or self._announcer.is_waiting else None
+
+    def _is_held_up(self, job: BlockPush | Flush | Finalize, written: torch.cuda.Event | None) -> bool:
+        """Whether the job, or one of its grant before it, pushes what a step has still to write, while a step that was
+        launched waits for a peer (waiting_jobs.py)."""
+        if not self.arrivals.are_awaited:
+            return False
+        is_unwritten = isinstance(job, BlockPush) and written is not None and not written.query()
+        return is_unwritten or not self._waiting.are_written(job.grant_id)
 
     def _run_job(self, job: _Job, written: torch.cuda.Event | None) -> None:
         self.counters["kv_jobs"] += 1

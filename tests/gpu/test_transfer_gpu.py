@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from waiting import wait_until
 
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.kv_connector.protocol.jobs import (
+    ArrivingKV,
     BlockPush,
     Finalize,
     ReadySent,
@@ -113,4 +115,36 @@ def test_pushes_wait_for_the_layer_that_the_device_has_not_computed_yet(make_pai
     transfer.submit(Verify(KEY, grant.grant_id, 0, (1, 2, 3), ready.digests, 7, 64))
     wait_until(lambda: isinstance(events[-1], Verified), "Verified")
     assert events[-1].bad_indices == ()
+    assert transfer.stop(5.0)
+
+
+def test_what_is_written_passes_pushes_of_a_step_that_waits_for_a_peer(make_pair):
+    """The peer may wait for it: if it came behind a push of that step, neither would ever run."""
+    source, sink = make_pair("local", "cuda", "cuda", layout=MEGABYTE_BLOCKS)
+    events: list = []
+    transfer = make_worker(source, sink, events)
+    worker = ConnectorWorker(transfer, {str(layer): layer for layer in range(8)})
+    worker.register_kv_cache(source.pool)
+    awaited, earlier = source.grant(sink.info, [2], open=False), AttemptKey("earlier", 0)
+    of_step, of_earlier = (sink.grant(source.info, [block]) for block in (9, 5))
+    transfer.arrivals.expect(awaited)
+    arriving = ArrivingKV(awaited.grant_id, 0, time.monotonic() + 60.0)
+    worker.start_load_kv(StepMoves(1, (), (BlockPush(KEY, of_step, (1,), (9,), (64,), 1),), (), (arriving,), False))
+    for layer in range(8):
+        worker.wait_for_kv_layer(str(layer))
+        source.pool[1, :, layer] = 10.0 + layer
+        worker.save_kv_layer(str(layer), source.pool[:, :, layer], object())
+    worker.wait_for_save()
+    try:
+        transfer.submit(BlockPush(earlier, of_earlier, (3,), (5,), (64,)), waits=False)
+        transfer.submit(Finalize(earlier, of_earlier, 0, (3,), 64, 7, ()))
+        wait_until(lambda: any(isinstance(event, ReadySent) for event in events), "the end of the earlier hand-off")
+        assert not torch.cuda.current_stream().query(), "the step waits"
+    finally:
+        transfer.arrivals.end(awaited.grant_id)
+    transfer.submit(Finalize(KEY, of_step, 0, (1,), 64, 7, ()))
+    wait_until(lambda: sum(isinstance(event, ReadySent) for event in events) == 2, "the end of the step's own")
+    torch.cuda.synchronize()
+    assert all(bool((sink.pool[9, :, layer] == 10.0 + layer).all()) for layer in range(8))
+    assert torch.equal(sink.pool[5].cpu(), source.pool[3].cpu())
     assert transfer.stop(5.0)

@@ -99,7 +99,7 @@ PURE_MODULES = (
     "kv_connector/tiers/promotions.py",
     "kv_connector/tiers/worth_loading.py",
     "kv_connector/tiers/write_back.py",
-    "kv_connector/transfer/waiting_layers.py",
+    "kv_connector/transfer/waiting_jobs.py",
     "kv_connector/transports/links/landing_wire.py",
     "node/control/events.py",
     "node/departures.py",

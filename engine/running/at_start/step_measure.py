@@ -49,4 +49,4 @@ def measure_step_times(runner: DummySteps, max_tokens: int, times: StepTimes) ->
                 runner.run_dummy(rows)
             torch.cuda.synchronize(runner.device)
             seconds[tokens] = (time.perf_counter() - began) / REPEATS
-    times.measured(seconds, largest)
+    times.measured(seconds, max([largest, *runner.prompt_graph_sizes]))

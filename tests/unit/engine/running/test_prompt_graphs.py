@@ -142,6 +142,6 @@ def test_attention_that_cannot_be_captured_is_launched(monkeypatch: pytest.Monke
 
 
 def test_sizes() -> None:
-    assert prompt_graph_sizes(2064) == [32, *(blocks + 16 for blocks in range(64, 2049, 64))]
+    assert prompt_graph_sizes(2112) == [32, *range(64, 2113, 64)]
     assert prompt_graph_sizes(16) == [16]
-    assert prompt_graph_sizes(528, 256) == [*(blocks + 16 for blocks in range(256, 513, 64))]
+    assert prompt_graph_sizes(528, 256) == [256, 320, 384, 448, 512, 528]

@@ -16,7 +16,7 @@ from tandem.kernels.blocks.move_blocks import BlockPlaces
 from tandem.kv_connector.layouts.block_runs import block_runs
 from tandem.kv_connector.layouts.layer_groups import push_groups
 from tandem.kv_connector.protocol.jobs import BlockPush, Finalize, ReadySent, Verified, Verify, digest_key
-from tandem.kv_connector.transfer.waiting_layers import WaitingLayers
+from tandem.kv_connector.transfer.waiting_jobs import WaitingJobs
 from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
 from tandem.kv_connector.transports.mapped.cuda_ipc import CopyPath, way_of
 from tests.fakes.kv_pools import PoolNode
@@ -182,33 +182,46 @@ class Event:
 
 
 def test_layers_wait_until_they_are_written_and_keep_their_grants_order() -> None:
-    waiting: WaitingLayers[str] = WaitingLayers()
+    waiting: WaitingJobs[str] = WaitingJobs()
     events = [Event() for _ in range(3)]
     for grant_id, name in ((1, "a"), (2, "b")):
         for index, event in enumerate(events):
             waiting.add(grant_id, f"{name}{index}", event, goes_ahead=index == 2)
-    assert waiting.take_written() is None
+    assert waiting.take_next() is None
     events[1].has_fired = True
-    assert waiting.take_written() is None, "the ones before them have not gone"
+    assert waiting.take_next() is None, "the ones before them have not gone"
     events[0].has_fired = True
-    taken = [waiting.take_written() for _ in range(7)]
+    taken = [waiting.take_next() for _ in range(7)]
     assert taken == ["a0", "a1", "a2", "b0", "b1", "b2", None], "the last goes ahead of the device"
     assert not waiting
 
 
+def test_nothing_goes_ahead_while_a_step_waits_for_a_peer() -> None:
+    waiting: WaitingJobs[str] = WaitingJobs()
+    event = Event()
+    waiting.add(1, "last layer", event, goes_ahead=True)
+    waiting.add(1, "end", None, goes_ahead=True)
+    assert waiting.take_next(may_go_ahead=False) is None
+    assert not waiting.are_written(1)
+    assert waiting.are_written(2)
+    event.has_fired = True
+    assert waiting.are_written(1)
+    assert [waiting.take_next(may_go_ahead=False) for _ in range(3)] == ["last layer", "end", None]
+
+
 def test_grants_pass_each_other() -> None:
-    waiting: WaitingLayers[str] = WaitingLayers()
+    waiting: WaitingJobs[str] = WaitingJobs()
     late, written = Event(), Event()
     written.has_fired = True
     for grant_id, name, event in ((1, "a0", late), (1, "a1", written), (2, "b0", written)):
         waiting.add(grant_id, name, event, goes_ahead=False)
-    assert [waiting.take_written() for _ in range(2)] == ["b0", None]
+    assert [waiting.take_next() for _ in range(2)] == ["b0", None]
     late.has_fired = True
-    assert [waiting.take_written() for _ in range(3)] == ["a0", "a1", None]
+    assert [waiting.take_next() for _ in range(3)] == ["a0", "a1", None]
 
 
 def test_whatever_else_there_is_of_a_grant_comes_behind_its_layers() -> None:
-    waiting: WaitingLayers[str] = WaitingLayers()
+    waiting: WaitingJobs[str] = WaitingJobs()
     for grant_id in (1, 2, 1):
         waiting.add(grant_id, f"{grant_id}", Event(), goes_ahead=False)
     assert waiting.take_all_of(1) == ["1", "1"]

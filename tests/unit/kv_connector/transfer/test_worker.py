@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
 from waiting import PATIENCE_S, wait_until
 
 from tandem.engine.contracts.keys import AttemptKey
-from tandem.kv_connector.protocol.jobs import BlockPush, StepMoves
+from tandem.kv_connector.protocol.jobs import ArrivingKV, BlockPush, Flush, StepMoves
 from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
 from tandem.kv_connector.transfer.thread import TransferWorker
 from tests.fakes.kv_pools import SMALL, PoolNode
 
 LAYERS = {f"model.layers.{index}.attn": index for index in range(3)}
 KEY = AttemptKey("r", 0)
+
+
+class DeviceEvent:
+    """Stands for a CUDA event: a step's layers are done when the test says so."""
+
+    def __init__(self, is_done: bool = False) -> None:
+        self.is_done = is_done
+
+    def query(self) -> bool:
+        return self.is_done
 
 
 class RecordingChannel:
@@ -103,6 +114,26 @@ def test_layers_go_out_as_they_are_written_after_whole_blocks(nodes, channel, wo
     assert torch.equal(sink.pool[7], source.pool[2])
     tail_before[:, :, :, :5] = source.pool[1][:, :, :, :5]
     assert torch.equal(sink.pool[9], tail_before)
+
+
+def test_while_a_step_waits_for_a_peer_nothing_goes_ahead_of_the_device(nodes, channel, worker):
+    source, sink = nodes
+    transfer, step = worker._transfer, DeviceEvent()
+    of_step = BlockPush(KEY, sink.grant(source.info, [7]), (2,), (7,), (8,), step_id=5)
+    written = BlockPush(KEY, sink.grant(source.info, [8]), (3,), (8,), (8,))
+    awaited = source.grant(sink.info, [4], open=False)
+    transfer.arrivals.expect(awaited)
+    transfer.arrivals.events(5, [ArrivingKV(awaited.grant_id, 0, time.monotonic() + PATIENCE_S)])
+    transfer.submit(of_step, step)
+    transfer.submit(Flush(KEY, of_step.grant))
+    transfer.submit(written, waits=False)
+    wait_until(lambda: channel.writes == [(((3, 8),), None)])
+    step.is_done = True
+    wait_until(lambda: channel.writes[1:] == [(((2, 7),), None)])
+    transfer.arrivals.end(awaited.grant_id)
+    assert list(worker.spoiled_slots(5)) == [0]
+    transfer.submit(of_step, DeviceEvent())
+    wait_until(lambda: channel.writes[2:] == [(((2, 7),), None)], "no step waits for a peer any more")
 
 
 def test_behind_a_step_that_ran_as_a_whole_blocks_go_out_whole(nodes, channel, worker):
@@ -198,16 +229,6 @@ def test_a_load_does_not_outlive_a_step_that_skips_its_layers(nodes, worker):
     threading.Timer(0.05, load.go.set).start()
     worker.wait_for_save()
     assert torch.equal(source.pool[6], load.content)
-
-
-class DeviceEvent:
-    """Stands for a CUDA event: a step's layers are done when the test says so."""
-
-    def __init__(self, is_done: bool) -> None:
-        self.is_done = is_done
-
-    def query(self) -> bool:
-        return self.is_done
 
 
 @pytest.fixture
