@@ -51,26 +51,25 @@ class SinkLine:
 
     def on_claim(self, record: SinkRecord, claim: KVClaim) -> None:
         """Takes a claim in. That of a pull says how much the source has; a repetition must say the same."""
-        if record.kind is HandoffKind.PULL:
-            num_blocks, rest = divmod(claim.num_prompt_tokens, self._ledger.block_size)
-            least = len(record.into) or 1
-            fits = not rest and least <= num_blocks <= record.most_blocks
-            if not fits or record.num_tokens not in (0, claim.num_prompt_tokens):
-                self._ledger.counters.foreign_messages += 1
-                return
-            record.num_tokens, record.num_blocks = claim.num_prompt_tokens, num_blocks
+        if record.kind is HandoffKind.PULL and not self._fits_pull(record, claim.num_prompt_tokens):
+            self._ledger.counters.foreign_messages += 1
+            return
         if record.num_claimed == 0:
             record.num_claimed, record.first_kept = claim.num_prompt_tokens, claim.first_kept
             self.take_claimed(record)
         self._actions.run(record, record.machine.on_claim(claim.source_epoch, claim.sink_epoch))
 
     def take_claimed(self, record: SinkRecord) -> None:
-        """Takes the size of a running sequence from its claim: its source alone knows how long it may become. It is no
-        shorter than its prompt."""
-        if record.kind is HandoffKind.SEQUENCE and record.num_claimed and record.request is not None:
-            record.num_tokens = max(record.num_claimed, record.request.num_prompt_tokens)
+        """Takes from a claim, which may have come before it was expected, the size of what its source alone knows: of a
+        pull, and of a running sequence, which may become so long and is no shorter than its prompt. A pull that does
+        not fit stays without a size."""
+        num_claimed, block_size = record.num_claimed, self._ledger.block_size
+        if record.kind is HandoffKind.SEQUENCE and num_claimed and record.request is not None:
+            record.num_tokens = max(num_claimed, record.request.num_prompt_tokens)
             record.num_blocks = self._ledger.num_blocks_of(record.num_tokens)
             self._ledger.pass_over(record, record.first_kept)
+        elif record.kind is HandoffKind.PULL and num_claimed and self._fits_pull(record, num_claimed):
+            record.num_tokens, record.num_blocks = num_claimed, num_claimed // block_size
 
     def settle(self, record: SinkRecord) -> None:
         """Queues a new claim, notes an end, grants what can be granted now. Must be called after every event."""
@@ -113,6 +112,12 @@ class SinkLine:
         granted = [record for record in self._ledger.live.values() if record.granted]
         held = {block_id for record in (*granted, head) for block_id in (*record.hits, *record.granted)}
         return not granted or len(held) + needed <= self._most_promised
+
+    def _fits_pull(self, record: SinkRecord, num_tokens: int) -> bool:
+        """Whether a claim of so many tokens is as long as what was asked for, and as one before it."""
+        num_blocks, rest = divmod(num_tokens, self._ledger.block_size)
+        least = len(record.into) or 1
+        return not rest and least <= num_blocks <= record.most_blocks and record.num_claimed in (0, num_tokens)
 
     def age(self) -> None:
         """Lets claims that have waited for too long go before all others, in the order of claims."""

@@ -111,9 +111,13 @@ class SinkManager:
         record.kind, record.most_blocks, record.is_held = HandoffKind.PULL, most_blocks, is_held
         self.ledger.pool.touch(into)
         record.into, record.is_used_early = list(into), bool(into)
+        self.line.take_claimed(record)
         self.actions.run(record, record.machine.on_submit(source.epoch))
         if record.machine.state in OVER:
             self.ledger.unpin(record)
+        elif record.num_claimed and not record.num_tokens:  # its claim came first, and is of another size
+            record.reason = outcomes.OTHER_LAYOUT
+            self.actions.run(record, record.machine.on(E.DEADLINE))
         self.line.settle(record)
 
     def has_claimed(self, key: AttemptKey) -> bool:

@@ -53,7 +53,10 @@ class Sink:
             num_prompt_tokens=num_blocks * BLOCK,
         )  # fmt: skip
         self.manager.on_message(PEER, message, 1.0)
-        return [answer for _, answer in take_messages(self.manager)]
+        return self.sent()
+
+    def sent(self) -> list[object]:
+        return [message for _, message in take_messages(self.manager)]
 
 
 def hashes_of(letter: str, num: int) -> list[bytes]:
@@ -83,3 +86,23 @@ def test_a_pull_has_its_answer_while_the_line_waits_for_promised_blocks(num_bloc
     assert not sink.claims("second", 1, [])
     sink.manager.fetch(AttemptKey("pull", 0), PeerRef(*PEER, ""), num_blocks, 100.0, 1.0)
     assert type(sink.claim("pull", num_blocks)[-1]) is answer
+
+
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_a_claim_that_comes_before_its_pull_is_granted_in_its_size(has_blocks: bool) -> None:
+    """One helper of a prompt may claim at another before that one hears of the prompt."""
+    sink = Sink()
+    assert not any(isinstance(answer, KVGrant) for answer in sink.claim("pull", 2))
+    into = sink.pool.allocate_grantable(2) if has_blocks else []
+    assert into is not None
+    sink.manager.fetch(AttemptKey("pull", 0), PeerRef(*PEER, ""), 2, 100.0, 1.0, into)
+    (grant,) = [message for message in sink.sent() if isinstance(message, KVGrant)]
+    assert (grant.num_prompt_tokens, len(grant.block_ids)) == (2 * BLOCK, 2)
+
+
+def test_a_claim_of_another_size_that_comes_before_its_pull_ends_it() -> None:
+    sink = Sink()
+    sink.claim("pull", 3)
+    sink.manager.fetch(AttemptKey("pull", 0), PeerRef(*PEER, ""), 2, 100.0, 1.0)
+    assert [type(message) for message in sink.sent()][-1:] == [KVRefused]
+    sink.manager.check_integrity()
