@@ -43,6 +43,7 @@ class StepPlan:
 
     budget: int
     prompt_budget: int
+    prompt_room: int = 0  # what all prompts together may have of the step
     rows: dict[Request, PlannedRow] = field(default_factory=dict)
     preempted: bool = False
 
@@ -134,7 +135,7 @@ class StepPlanner:
         the last or the limit is below a block."""
         start, end = request.num_computed_tokens, request.num_launched_tokens
         if request.has_help:
-            start, end = self._state.shares.next_part(request, plan.num_prompt_tokens_left) or (start, start)
+            start, end = self._state.shares.next_part(request, plan.prompt_room) or (start, start)
         todo, size = end - start, self._state.block_size
         limit = min(plan.num_prompt_tokens_left, self._options.max_prefill_chunk or todo)
         num_tokens = min(todo, limit)
@@ -193,6 +194,7 @@ class StepPlanner:
         # A long step would make the next prompt to come wait; and a prompt that is late anyway needs no long steps.
         if chunk and (len(arranged) > 1 or self._state.prompt_order.has_late):
             plan.prompt_budget = min(plan.prompt_budget, chunk)
+        plan.prompt_room = plan.num_prompt_tokens_left
         admission = Admission()
         for request in arranged:
             if request.state is RequestState.RUNNING:

@@ -124,8 +124,8 @@ class PromptShares(Protocol):
 
     def next_part(self, request: Request, room: int) -> tuple[int, int] | None:
         """(begin, end) of the tokens that are to be computed here next, after those that others compute; None: not yet.
-        Called whenever `request`, which has help and all its blocks, could have a row of about `room` tokens. May find
-        that the request goes alone."""
+        Called whenever `request`, which has help and all its blocks, could have a row of a step that has about `room`
+        tokens for all prompts. May find that the request goes alone."""
 
     def step_meta(self, step_id: int, meta: StepMeta | None) -> StepMeta | None:
         """The step's connector metadata, with chunks that leave and come."""

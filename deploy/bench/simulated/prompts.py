@@ -95,6 +95,7 @@ class Prompts:
         chunk = self._options.contended_prefill_chunk
         if chunk and (len(arranged) > 1 or self._order.has_late):
             budget = min(budget, chunk)
+        room = budget
         for job in arranged:
             if budget <= 0:
                 break
@@ -105,19 +106,19 @@ class Prompts:
                     break
                 continue
             if job not in self._begun:
-                self._begin(job, work, budget)
+                self._begin(job, work, room)
             budget -= self._compute(job, budget, work)
         self._order.launched(work.chunks)  # type: ignore[arg-type]
         return work
 
-    def _begin(self, job: Job, work: PromptWork, budget: int) -> None:
+    def _begin(self, job: Job, work: PromptWork, room: int) -> None:
         self._waiting.remove(job)
         self._begun.append(job)
         work.begun.append(job)
         if not job.hits:
             self._look_up(job)
         if job.has_help and job.table is None:
-            most = min(MOST_TOKENS, max(budget, LEAST_TOKENS))
+            most = min(MOST_TOKENS, max(room, LEAST_TOKENS))
             job.table = divide(job.num_computed, job.num_prompt_tokens, job.num_nodes, most, BLOCK)
             job.places = job.places if job.table is not None else job.places[:1]
         # What one of several nodes found is pushed to each of the others.
