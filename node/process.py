@@ -40,7 +40,7 @@ from tandem.engine.process.process_log import start_log
 from tandem.engine.process.process_name import name_process
 from tandem.engine.process.watched import end_process, end_with_any_thread
 from tandem.engine.running.at_start.products import warm_up_tuned
-from tandem.engine.running.at_start.step_measure import measure_step_times
+from tandem.engine.running.at_start.step_measure import measure_steps
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.core import EngineCore
@@ -183,8 +183,8 @@ class NodeProcess:
             self.launcher.doing("capturing graphs")
             self.runner.capture_decode_steps(self.options.prompt_graph_tokens, self.options.prompt_graph_attention)
         if measures:
-            most = min(self.options.scheduler.max_num_batched_tokens, self.runner.max_model_len)
-            measure_step_times(self.runner, most, self.logic.scheduler.state.step_times)
+            state, most = self.logic.scheduler.state, self.options.scheduler.max_num_batched_tokens
+            measure_steps(self.runner, min(most, self.runner.max_model_len), state.step_times, state.step_sizes)
         self._compilations.warn_from_now()
 
     def serve(self) -> int:

@@ -24,7 +24,8 @@ from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers, NoShares, NoTiers, PromptShares
 from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder
 from tandem.engine.scheduling.request import EngineEvent, FailedEvent, Request, RequestState
-from tandem.engine.scheduling.step_times import StepTimes
+from tandem.engine.scheduling.times.step_sizes import StepSizes
+from tandem.engine.scheduling.times.step_times import StepTimes
 
 
 def _sort_key(request: Request) -> tuple[int, int, int]:
@@ -125,7 +126,7 @@ class SchedulerState:
         self.tiers: LowerTiers = NoTiers() if tiers is None else tiers
         self.shares: PromptShares = NoShares() if shares is None else shares
         self.queues = Queues(options.max_num_seqs, num_adapter_slots)
-        self.step_times = StepTimes()  # measured when the device is warm
+        self.step_times, self.step_sizes = StepTimes(), StepSizes()  # measured when the device is warm
         self.num_preemptions = 0
         self.num_faults = 0  # requests that were given up
         self.num_overflowed = 0  # requests whose KV this pool's dtype could not hold

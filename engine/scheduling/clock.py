@@ -1,10 +1,10 @@
 """What the device has been given, how long steps take, and so when it will be free. Pure: the clock is passed in.
 
 Whoever asks when the running step ends asks here: the order of prompts, the decision of the next step, the loop.
-Two others look on. `StepTimes` (step_times.py) bounds what a step may take: a table measured at start which serving
-only makes slower, since a step that is too long makes streams wait; what is expected here learns faster steps sooner,
-since a device that is done too soon idles. `TurnTimes` (turn_times.py) explains the host's time in metrics and decides
-nothing.
+Two others look on. `StepTimes` (times/step_times.py) bounds what a step may take: a table measured at start which
+serving only makes slower, since a step that is too long makes streams wait; what is expected here learns faster steps
+sooner, since a device that is done too soon idles. `TurnTimes` (turn_times.py) explains the host's time in metrics and
+decides nothing.
 """
 
 from __future__ import annotations

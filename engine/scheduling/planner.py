@@ -7,6 +7,7 @@ loses its row too. What is sure at once is block ownership: rows are planned onl
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,10 +17,11 @@ from tandem.engine.process.process_log import RateLimited
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.prompt_order import Aging, who_gives_way
 from tandem.engine.scheduling.request import Request, RequestState
-from tandem.engine.scheduling.step_times import PromptBudget
+from tandem.engine.scheduling.times.prompt_budget import PromptBudget
 
 limited = RateLimited(logging.getLogger(__name__))
 
+FEW_BLOCKS = 8  # a guess
 # Waiting requests that may be passed by in one step because they wait for something else than room; bounds its time.
 MAX_PASSED_BY = 256  # a guess
 # How long a request waits for a slot for its adapter before others must wait behind it; a guess.
@@ -131,15 +133,15 @@ class StepPlanner:
             plan.put(request, row)
 
     def _chunk(self, plan: StepPlan, request: Request, is_new: bool, num_external_tokens: int = 0) -> PlannedRow:
-        """The row of the next chunk, within budget and chunk limit. The chunk ends on a block boundary, unless it is
-        the last or the limit is below a block."""
+        """The row of the next chunk, within budget and chunk limit. A chunk of few blocks ends on a block boundary,
+        unless it is the last or the limit is below a block; what that leaves of a long one's step would be padding."""
         start, end = request.num_computed_tokens, request.num_launched_tokens
         if request.has_help:
             start, end = self._state.shares.next_part(request, plan.prompt_room) or (start, start)
         todo, size = end - start, self._state.block_size
         limit = min(plan.num_prompt_tokens_left, self._options.max_prefill_chunk or todo)
         num_tokens = min(todo, limit)
-        if size <= limit < todo and (start + limit) // size * size > start:
+        if size <= limit < min(todo, FEW_BLOCKS * size) and (start + limit) // size * size > start:
             num_tokens = (start + limit) // size * size - start
         return PlannedRow(num_tokens, True, is_new, num_external_tokens, start - request.num_computed_tokens)
 
@@ -194,6 +196,7 @@ class StepPlanner:
         # A long step would make the next prompt to come wait; and a prompt that is late anyway needs no long steps.
         if chunk and (len(arranged) > 1 or self._state.prompt_order.has_late):
             plan.prompt_budget = min(plan.prompt_budget, chunk)
+        plan.prompt_budget = self._in_whole_waves(plan, arranged)
         plan.prompt_room = plan.num_prompt_tokens_left
         admission = Admission()
         for request in arranged:
@@ -203,6 +206,13 @@ class StepPlanner:
                 self._admit_contained(plan, request, admission)
         if arranged and any(row.is_prompt for row in plan.rows.values()):
             self._budget.had()
+
+    def _in_whole_waves(self, plan: StepPlan, prompts: Sequence[Request]) -> int:
+        """The prompt budget, less where there is more to compute than it and a smaller step is faster by the token."""
+        budget, num_planned = plan.num_prompt_tokens_left, self._options.max_num_batched_tokens - plan.budget
+        if sum(prompt.num_uncomputed_tokens for prompt in prompts) <= budget:
+            return plan.prompt_budget
+        return self._state.step_sizes.at_most(num_planned + budget) - num_planned
 
     def _resume_committed(self, plan: StepPlan) -> None:
         """Starts a request that holds its KV already, before all others: it needs a slot and at most one block."""

@@ -12,7 +12,7 @@ from eagle_heads import DEMO, SIZE, knowing_head, random_head, walking_model
 from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.engine.scheduling.step_times import StepTimes
+from tandem.engine.scheduling.times.step_times import StepTimes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 ASKED = {

@@ -14,7 +14,7 @@ from mtp_heads import FAMILIES, knowing_mtp, random_mtp
 from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.engine.scheduling.step_times import StepTimes
+from tandem.engine.scheduling.times.step_times import StepTimes
 from tiny_models import random_prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -13,7 +13,7 @@ import tandem.deploy
 from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.engine.scheduling.step_times import StepTimes
+from tandem.engine.scheduling.times.step_times import StepTimes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"

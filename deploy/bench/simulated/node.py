@@ -21,7 +21,8 @@ from tandem.deploy.bench.trace import TRACE_BLOCK
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
 from tandem.engine.scheduling.clock import StepClock
-from tandem.engine.scheduling.step_times import PromptBudget, StepTimes
+from tandem.engine.scheduling.times.prompt_budget import PromptBudget
+from tandem.engine.scheduling.times.step_times import StepTimes
 
 TTFT_S = 0.3  # what nodes promise that were told nothing: engine/contracts/config.py
 ITL_S = 0.006  # of decode nodes without a promised time a token: node/setup.py

@@ -1,4 +1,4 @@
-"""Measures how long mixed steps take on this device, for `StepTimes` (engine/scheduling/step_times.py)."""
+"""Measures how long mixed steps take on this device, for `StepTimes` and `StepSizes` (engine/scheduling)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Protocol
 import torch
 
 from tandem.engine.scheduling.step import ScheduledRow
-from tandem.engine.scheduling.step_times import StepTimes
+from tandem.engine.scheduling.times.step_sizes import StepSizes
+from tandem.engine.scheduling.times.step_times import StepTimes
 
 # Where no graph of that size or a larger one runs steps. A guess: dense where steps are short.
 MEASURED_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 LEAST_TOKENS = 16  # of a step that is measured: smaller ones take as long, to read the weights
 NUM_DECODES = 8  # rows of a measured step that are decodes; a guess
 REPEATS = 3  # a guess
+TILE_TOKENS = 128  # of products and attention; sizes between multiples of it are not faster by the token
+CONTEXT = 8192  # tokens before the chunk of a step whose size is measured; a guess
 
 
 class DummySteps(Protocol):
@@ -30,6 +33,9 @@ class DummySteps(Protocol):
     @property
     def prompt_graph_sizes(self) -> Sequence[int]: ...
 
+    @property
+    def max_model_len(self) -> int: ...
+
     def run_dummy(self, rows: Sequence[ScheduledRow]) -> None: ...
 
 
@@ -41,12 +47,33 @@ def measure_step_times(runner: DummySteps, max_tokens: int, times: StepTimes) ->
     beyond = runner.prompt_graph_sizes or MEASURED_TOKENS
     for tokens in (*runner.graph_sizes, *(size for size in beyond if size > largest)):
         if LEAST_TOKENS <= tokens <= max_tokens:
-            rows = [ScheduledRow(0, 0, 1)] * NUM_DECODES + [ScheduledRow(0, 0, tokens - NUM_DECODES)]
-            runner.run_dummy(rows)
-            torch.cuda.synchronize(runner.device)
-            began = time.perf_counter()
-            for _ in range(REPEATS):
-                runner.run_dummy(rows)
-            torch.cuda.synchronize(runner.device)
-            seconds[tokens] = (time.perf_counter() - began) / REPEATS
+            seconds[tokens] = _seconds_of(runner, tokens, 0)
     times.measured(seconds, max([largest, *runner.prompt_graph_sizes]))
+
+
+def measure_steps(runner: DummySteps, max_tokens: int, times: StepTimes, sizes: StepSizes) -> None:
+    """Tells how long steps of up to `max_tokens` take, and which of them are fast by the token."""
+    measure_step_times(runner, max_tokens, times)
+    measure_step_sizes(runner, max_tokens, sizes)
+
+
+def measure_step_sizes(runner: DummySteps, max_tokens: int, sizes: StepSizes) -> None:
+    """Tells `sizes` the seconds of steps that graphs of prompts run, with a chunk of a long prompt each. Writes no KV.
+    None are measured where there are no such graphs."""
+    largest, seconds = max(runner.graph_sizes, default=0), dict[int, float]()
+    for tokens in runner.prompt_graph_sizes:
+        if largest < tokens <= max_tokens and tokens % TILE_TOKENS == 0:
+            seconds[tokens] = _seconds_of(runner, tokens, max(0, min(CONTEXT, runner.max_model_len - tokens)))
+    if seconds:
+        sizes.measured(seconds)
+
+
+def _seconds_of(runner: DummySteps, tokens: int, context: int) -> float:
+    rows = [ScheduledRow(0, 0, 1)] * NUM_DECODES + [ScheduledRow(0, context, tokens - NUM_DECODES)]
+    runner.run_dummy(rows)
+    torch.cuda.synchronize(runner.device)
+    began = time.perf_counter()
+    for _ in range(REPEATS):
+        runner.run_dummy(rows)
+    torch.cuda.synchronize(runner.device)
+    return (time.perf_counter() - began) / REPEATS

@@ -18,7 +18,7 @@ from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.ports import Runner, StepHandle
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.step import BlockAppend, NewSlot, SampleRow, ScheduledRow, SchedulerOutput
-from tandem.engine.scheduling.step_times import StepTimes
+from tandem.engine.scheduling.times.step_times import StepTimes
 
 # Known tokens with which a sequence may begin to be guessed for: its newest, and its last draft if all were right.
 FIRST_TOKENS = 2

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.step import BlockAppend
-from tandem.engine.scheduling.step_times import StepTimes
+from tandem.engine.scheduling.times.step_times import StepTimes
 
 # Known tokens without which nothing is guessed: at position 0 a head has nothing to attend to.
 LEAST_TOKENS = 2

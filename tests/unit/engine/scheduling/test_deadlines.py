@@ -9,8 +9,8 @@ from timed_device import Device
 
 from tandem.engine.contracts.rate import AIMED_AT
 from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
-from tandem.engine.scheduling import step_times
-from tandem.engine.scheduling.step_times import PromptBudget
+from tandem.engine.scheduling.times import prompt_budget
+from tandem.engine.scheduling.times.prompt_budget import PromptBudget
 
 
 def crowd(device: Device, targets: Targets = NO_TARGETS) -> None:
@@ -39,7 +39,7 @@ def test_no_step_is_launched_for_few_tokens_again_and_again() -> None:
 
 
 def test_a_stream_that_is_ahead_lets_a_long_chunk_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_times, "SHORT_TOKENS", 61)  # prompts of 512 would be too long here
+    monkeypatch.setattr(prompt_budget, "SHORT_TOKENS", 61)  # prompts of 512 would be too long here
     device = Device(tpot_target_ms=30)
     device.harness.add("stream", [1, 2, 3], max_tokens=60)
     for _ in range(20):

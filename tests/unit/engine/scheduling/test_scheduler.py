@@ -14,7 +14,8 @@ from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.request import Prompt, Request
-from tandem.engine.scheduling.step_times import PromptBudget, StepTimes
+from tandem.engine.scheduling.times.prompt_budget import PromptBudget
+from tandem.engine.scheduling.times.step_times import StepTimes
 
 # --- length -------------------------------------------------------------------------------------------------
 
@@ -132,6 +133,31 @@ def test_measured_step_times_bound_prompt_work_beside_decodes() -> None:
         assert chunks(harness, 1) == [second_step]
         harness.run()
         harness.assert_output("b")
+
+
+def test_steps_with_long_prompts_are_cut_to_whole_waves() -> None:
+    """Of 27 tokens, since 20 are the fastest by the token. What fits is not cut."""
+    harness = Harness(num_blocks=100, max_num_batched_tokens=27)
+    harness.scheduler.state.step_sizes.measured({12: 0.0100, 20: 0.0125, 26: 0.0200})
+    harness.add("a", range(9), max_tokens=20)
+    chunks(harness, 1)
+    harness.add("b", range(20, 70), max_tokens=1)
+    assert chunks(harness, 3) == [[1, 16], [1, 16], [1, 18]]
+    harness.add("c", range(70, 95), max_tokens=1)
+    assert chunks(harness, 1) == [[1, 25]]
+    harness.run()
+    for name in "abc":
+        harness.assert_output(name)
+
+
+def test_a_long_chunk_takes_all_of_its_step() -> None:
+    """One of few blocks ends with a block, of four tokens."""
+    for num_tokens, expected in ((18, [16, 16, 18]), (38, [38, 12])):
+        harness = Harness(num_blocks=100, max_num_batched_tokens=num_tokens)
+        harness.add("a", range(50), max_tokens=1)
+        assert chunks(harness, len(expected)) == [[n] for n in expected]
+        harness.run()
+        harness.assert_output("a")
 
 
 @pytest.mark.parametrize(("num_decodes", "num_prompt_tokens"), [(1, 15), (6, 10), (10, 20), (24, 8), (27, 20)])

@@ -1,30 +1,26 @@
-"""How long steps take by their number of tokens, and how many prompt tokens one may have beside running streams
-(docs/deadlines.md). Pure. When the running step ends is `StepClock`'s to say.
+"""How many prompt tokens a step may have beside running streams (docs/deadlines.md). Pure.
 
-A step with a chunk of a prompt is launched layer by layer, which takes the host longer than the device takes for few
-tokens. So prompts don't get what streams spare in each step: streams gather slack over steps of decodes alone, and a
-chunk that is worth its launch spends it at once. Where all prompts are short, their parts are rows of the graph that
-runs the decodes: then each step has as many as leave it within the time a token, and no gap is longer for them.
+A step with a chunk of a prompt takes longer than one of decodes, and more by the token the fewer it has. So prompts
+don't get what streams spare in each step: streams gather slack over steps of decodes alone, and a chunk that is worth
+its launch spends it at once. Where all prompts are short, their parts are rows of the graph that runs the decodes: then
+each step has as many as leave it within the time a token, and no gap is longer for them.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.rate import AIMED_AT
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.request import Request
+from tandem.engine.scheduling.times.step_times import StepTimes
 
-SMOOTHING = 1 / 16  # a guess
-MOST_SLOWNESS = 3.0  # a guess
-MOST_CHANGE = 0.25  # most that one step counts: beyond it something else than the step took the time; a guess
 # The least prompt tokens beside decodes, however long such a step takes; and the least that suffice where they cost
 # nothing, since the graph that runs the decodes has room for them.
 LEAST_PROMPT_TOKENS, LEAST_FREE_TOKENS = 32, 8  # docs/measurements.md#the-gap-of-a-hand-off; 8 is a guess
-# A chunk of so many tokens takes the device as long as its launch takes the host.
+# Tokens of a step, streams' among them, whose chunk is worth its launch.
 WORTHWHILE_TOKENS = 1024  # docs/measurements.md#deadlines-on-a-trace
 # Parts of prompts of at most so many tokens are rows of that graph, wherever they lie in their prompt.
 SHORT_TOKENS = 512  # docs/measurements.md#steps-of-few-rows
@@ -35,74 +31,6 @@ USED_SLACK = 0.9  # share of a stream's slack that a step may use: times are est
 # Prompts that have waited for streams so many times as long as their chunk takes have it anyway, or they would starve
 # where more is promised than the node can give. A guess.
 PATIENCE = 4.0
-
-
-class StepTimes:
-    """A table of measured points, and what serving adds to them: attention over real lengths, patches of the batch.
-    Steps that graphs run take as long as the next graph's, others are on straight lines between the points. Pure."""
-
-    def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._largest_graph = 0  # up to so many tokens a step is run as one of the next larger size
-        self._seconds: list[float] = []
-        self._slowness = 1.0
-        self._read: dict[int, float] = {}  # tokens -> seconds, as the table says
-
-    @property
-    def are_measured(self) -> bool:
-        """Whether steps have been measured; nothing but `measured` may be called before."""
-        return bool(self._tokens)
-
-    def measured(self, seconds_by_tokens: Mapping[int, float], largest_graph: int = 0) -> None:
-        """Takes the table, once, with at least one point. A larger step that was measured faster than a smaller one
-        counts as equally slow. `largest_graph`: tokens of the largest step that a graph runs; the table has the size of
-        each graph, since products of a few more rows may be done in another way that takes much longer."""
-        self._tokens, self._largest_graph = sorted(seconds_by_tokens), largest_graph
-        for tokens in self._tokens:
-            self._seconds.append(max([seconds_by_tokens[tokens], *self._seconds[-1:]]))
-
-    def observed(self, tokens: int, seconds: float) -> None:
-        """Learns from how long a step with prompt work took in fact."""
-        ratio = min(MOST_SLOWNESS, max(1.0, seconds / self._seconds_of(tokens)))
-        self._slowness += SMOOTHING * min(MOST_CHANGE, ratio - self._slowness)
-
-    def _seconds_of(self, tokens: int) -> float:
-        index = bisect.bisect_right(self._tokens, tokens)
-        if index in (0, len(self._tokens)):
-            return self._seconds[min(index, len(self._tokens) - 1)]
-        if tokens <= self._largest_graph:
-            return self._seconds[bisect.bisect_left(self._tokens, tokens)]
-        low, high = self._tokens[index - 1], self._tokens[index]
-        share = (tokens - low) / (high - low)
-        return self._seconds[index - 1] + share * (self._seconds[index] - self._seconds[index - 1])
-
-    def seconds(self, tokens: int) -> float:
-        """The expected seconds of a step of so many tokens, in proportion beyond the largest that was measured."""
-        seconds = self._read.get(tokens)
-        if seconds is None:  # every step with drafts asks for as many sizes as it may have drafts
-            seconds = self._read[tokens] = self._seconds_of(tokens) * max(1.0, tokens / self._tokens[-1])
-        return seconds * self._slowness
-
-    def num_free_beside(self, tokens: int) -> int:
-        """How many more tokens a step of so many can have without getting larger: it is run as one of the next size
-        that was measured. 0 beyond the largest."""
-        index = bisect.bisect_left(self._tokens, tokens)
-        return self._tokens[index] - tokens if index < len(self._tokens) else 0
-
-    def most_tokens(self, seconds: float) -> int:
-        """Tokens of the largest step that takes at most `seconds`, in proportion beyond the largest that was measured;
-        0 if even the smallest measured one takes longer."""
-        seconds /= self._slowness
-        index = bisect.bisect_right(self._seconds, seconds)
-        if index == 0:
-            return 0
-        if index == len(self._tokens):
-            return int(self._tokens[-1] * seconds / self._seconds[-1])
-        if self._tokens[index - 1] < self._largest_graph:
-            return self._tokens[index - 1]
-        low, high = self._seconds[index - 1], self._seconds[index]
-        share = (seconds - low) / (high - low)
-        return self._tokens[index - 1] + round(share * (self._tokens[index] - self._tokens[index - 1]))
 
 
 def _tightest_tpot_s(streams: Iterable[Request]) -> float:
@@ -137,7 +65,7 @@ class PromptBudget:
         tpot_s = _tightest_tpot_s(streams)
         if tpot_s == math.inf:
             return self._unpromised() if gap_s == math.inf else self._within(gap_s, len(streams))
-        num_wanted = self._worthwhile(prompts)
+        num_wanted = self._worthwhile(prompts, len(streams))
         if prompts and all(map(_is_rows, prompts)):
             num_rows = self._num_rows_within(min(gap_s, tpot_s), len(streams))
             if num_rows:
@@ -155,7 +83,7 @@ class PromptBudget:
         if tpot_s == math.inf:
             budget = self.beside(streams)
             return self._seconds(len(streams), budget) / budget
-        num_tokens, num_rows = self._worthwhile(()), self._num_rows_within(tpot_s, len(streams))
+        num_tokens, num_rows = self._worthwhile((), len(streams)), self._num_rows_within(tpot_s, len(streams))
         chunk_s, step_s = self._seconds(len(streams), num_tokens), self._seconds(len(streams), 0)
         gathered_s = step_s * max(0.0, chunk_s - tpot_s) / (tpot_s - step_s) if tpot_s > step_s else math.inf
         if num_rows and gathered_s > chunk_s:  # short prompts alone get on beside these
@@ -223,11 +151,11 @@ class PromptBudget:
         if not self._times.are_measured:
             return token_s
         seconds = self._times.seconds(num_streams + num_tokens)
-        return max(seconds, token_s) if num_tokens >= WORTHWHILE_TOKENS else seconds
+        return max(seconds, token_s) if num_streams + num_tokens >= WORTHWHILE_TOKENS else seconds
 
-    def _worthwhile(self, prompts: Iterable[Request]) -> int:
+    def _worthwhile(self, prompts: Iterable[Request], num_streams: int) -> int:
         """How many tokens a chunk should have: what is left of few may be less."""
-        enough, num_left = min(WORTHWHILE_TOKENS, self._most_beside), 0
+        enough, num_left = min(max(WORTHWHILE_TOKENS - num_streams, self._least), self._most_beside), 0
         for prompt in prompts:
             num_left += prompt.num_uncomputed_tokens
             if num_left >= enough:
