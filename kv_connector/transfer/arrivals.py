@@ -1,13 +1,17 @@
 """KV that a peer writes into this node's pool while a step that needs it runs: how many layers of it have come.
 
 The thread for messages hears of each layer (KVLayers) and notes it here. On CUDA the note is a number in mapped memory
-for which the step's stream waits, layer by layer; nothing on the host does. On CPU a step computes where it is
-launched, so it waits there. What doesn't come lets the step go on, whose row is then spoiled: its request fails before
-anything of it is told.
+for which the step's stream waits; on CPU a step computes where it is launched, so it waits there. What doesn't come
+lets the step go on, whose row is then spoiled: its request fails before anything of it is told.
+
+A stream that waits takes only so much: a launch into a full one holds the driver until the stream goes on, and with it
+the thread that pushes KV, for which the peer may wait. So a launch gets LAYERS_AHEAD layers ahead of what has come and
+no more, and nothing is launched behind a step that waits (`are_missing`).
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,12 +21,15 @@ import torch
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.handoff import KVGrant, KVLayers, KVReady, KVRelease
 from tandem.engine.device.cuda_driver import wait_for_value
+from tandem.kv_connector.layouts.layer_groups import PUSHED_TOGETHER, push_groups
 from tandem.kv_connector.protocol.jobs import ArrivingKV, LoadEvent
 
 MAX_FLAGS = 4096  # steps at a time that may wait; a guess
-# On CPU, for one layer, at most: meanwhile the node does nothing else, so it can't even say that something of its own
-# has failed, and the one that it waits for may wait for that. A guess.
-MOST_HOST_WAIT_S = 10.0
+# For one layer, or of a step on a device for all, at most: meanwhile the node does nothing else, so it can't even say
+# that something of its own has failed, and the one that it waits for may wait for that. What is awaited has begun, and
+# takes a tenth of a second. A guess.
+MOST_WAIT_S = 10.0
+LAYERS_AHEAD = 2 * PUSHED_TOGETHER  # launched ahead of what has come, on a device; a guess
 LET_GO = (1 << 31) - 1  # more layers than there are: whoever waits goes on
 
 
@@ -76,13 +83,15 @@ class _WaitOnHost:
 
 
 class _WaitOnDevice:
-    """LoadEvent on CUDA: lets the current stream wait."""
+    """LoadEvent on CUDA: lets the current stream wait, and the host while what has come is far behind."""
 
-    def __init__(self, flag_1: torch.Tensor, num_layers: int, device: torch.device) -> None:
+    def __init__(self, ahead: _WaitOnHost, flag_1: torch.Tensor, num_layers: int, device: torch.device) -> None:
+        self._ahead = ahead
         self._flag_1, self._num_layers, self._device = flag_1, num_layers, device
 
     def wait(self) -> None:
         assert self._device.index is not None, "the pool is on one certain device"
+        self._ahead.wait()
         stream = torch.cuda.current_stream(self._device).cuda_stream
         wait_for_value(self._device.index, stream, self._flag_1.data_ptr(), self._num_layers)
 
@@ -91,7 +100,7 @@ class Arrivals:
     """What is on its way into this pool of `num_layers` layers. Thread-safe."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
-        self._num_layers, self._device = num_layers, device
+        self._num_layers, self._device, self._groups = num_layers, device, push_groups(num_layers)
         self._changed = threading.Condition()
         self._by_grant: dict[int, Arriving] = {}
         self._awaited: dict[int, list[tuple[int, Arriving]]] = {}  # by step: slots, and what their rows need
@@ -142,21 +151,30 @@ class Arrivals:
     # --- who waits --------------------------------------------------------------------------------------------
 
     def events(self, step_id: int, needed: Sequence[ArrivingKV]) -> Mapping[int, list[LoadEvent]]:
-        """What each layer of this step has to wait for, by the layer's index. `spoiled` must be asked when the step has
-        run."""
+        """What layers of this step have to wait for, by the index of the first of each group that is pushed together.
+        `spoiled` must be asked when the step has run."""
         events: dict[int, list[LoadEvent]] = {}
+        latest = time.monotonic() + MOST_WAIT_S if self._flags is not None else math.inf
         with self._changed:
             for each in needed:
                 arriving = self._by_grant.get(each.grant_id)
                 if arriving is None:  # it has ended since the step was planned
                     arriving = Arriving(_NO_GRANT)
                     self._let_go(arriving)
-                flag_1 = self._next_flag()
-                arriving.await_until(step_id, each.deadline, flag_1)
                 self._awaited.setdefault(step_id, []).append((each.slot, arriving))
-                for layer in range(self._num_layers):
-                    events.setdefault(layer, []).append(self._event(arriving, flag_1, layer + 1))
+                missing = [layers for layers in self._groups if layers.stop > arriving.num_layers]
+                if missing:
+                    flag_1 = self._next_flag()
+                    arriving.await_until(step_id, min(each.deadline, latest), flag_1)
+                    for layers in missing:
+                        events.setdefault(layers.start, []).append(self._event(arriving, flag_1, layers.stop))
         return events
+
+    def are_missing(self) -> bool:
+        """Whether a step that was launched waits for what has not come. Nothing may be launched behind it."""
+        with self._changed:
+            awaited = [arriving for step in self._awaited.values() for _, arriving in step]
+            return any(arriving.num_layers < self._num_layers for arriving in awaited)
 
     @property
     def are_awaited(self) -> bool:
@@ -177,7 +195,7 @@ class Arrivals:
 
     def wait(self, arriving: Arriving, num_layers: int) -> None:
         """Blocks until so many layers are there, or will not come."""
-        most = time.monotonic() + MOST_HOST_WAIT_S
+        most = time.monotonic() + MOST_WAIT_S
         with self._changed:
             while arriving.num_layers < num_layers:
                 left_s = min(most, arriving.deadline) - time.monotonic()
@@ -196,7 +214,8 @@ class Arrivals:
     def _event(self, arriving: Arriving, flag_1: torch.Tensor | None, num_layers: int) -> LoadEvent:
         if flag_1 is None:
             return _WaitOnHost(self, arriving, num_layers)
-        return _WaitOnDevice(flag_1, num_layers, self._device)
+        ahead = _WaitOnHost(self, arriving, max(0, num_layers - LAYERS_AHEAD))
+        return _WaitOnDevice(ahead, flag_1, num_layers, self._device)
 
     def _let_go(self, arriving: Arriving) -> None:
         if arriving.let_go(self._num_layers):

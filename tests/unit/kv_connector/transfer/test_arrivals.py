@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
+from waiting import PATIENCE_S, wait_until
 
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.handoff import KVGrant, KVLayers, KVReady, KVRelease
 from tandem.kv_connector.protocol.jobs import ArrivingKV
+from tandem.kv_connector.transfer import arrivals as arrivals_of
 from tandem.kv_connector.transfer.arrivals import LET_GO, Arrivals, Arriving
 
 NUM_LAYERS, STEP, SLOT = 3, 7, 2
@@ -36,11 +40,11 @@ def waiting(within_s: float = 1e6) -> tuple[Arrivals, Callable[[], None]]:
     arrivals = Arrivals(NUM_LAYERS, torch.device("cpu"))
     arrivals.expect(GRANT)
     events = arrivals.events(STEP, [ArrivingKV(5, SLOT, time.monotonic() + within_s)])
-    assert sorted(events) == list(range(NUM_LAYERS))
+    assert sorted(events) == [0, 2], "the first of each group that is pushed together"
 
     def wait() -> None:
         for layer in range(NUM_LAYERS):
-            for event in events[layer]:
+            for event in events.get(layer, ()):
                 event.wait()
 
     return arrivals, wait
@@ -98,9 +102,54 @@ def test_strangers_let_nothing_go() -> None:
 
 def test_a_grant_that_ended_before_the_step_spoils_it() -> None:
     arrivals = Arrivals(NUM_LAYERS, torch.device("cpu"))
-    events = arrivals.events(STEP, [ArrivingKV(5, SLOT, time.monotonic() + 1e6)])
-    events[0][0].wait()
+    assert arrivals.events(STEP, [ArrivingKV(5, SLOT, time.monotonic() + 1e6)]) == {}, "nobody waits for it"
     assert list(arrivals.spoiled(STEP)) == [SLOT]
+
+
+def test_a_step_waits_for_what_has_not_come_when_it_is_launched() -> None:
+    arrivals, _ = waiting()
+    needed = [ArrivingKV(5, SLOT, time.monotonic() + 1e6)]
+    arrivals.hear(layers(2))
+    assert sorted(arrivals.events(STEP + 1, needed)) == [2]
+    assert arrivals.are_missing()
+    arrivals.hear(layers(3))
+    assert arrivals.events(STEP + 2, needed) == {}
+    assert not arrivals.are_missing()
+    assert arrivals.are_awaited, "until each step has been asked about"
+    assert [arrivals.spoiled(step) for step in (STEP, STEP + 1, STEP + 2)] == [{}, {}, {}]
+    assert not arrivals.are_awaited
+
+
+def test_what_will_not_come_is_missing_no_more() -> None:
+    arrivals, _ = waiting()
+    assert arrivals.are_missing()
+    arrivals.end(5)
+    assert not arrivals.are_missing()
+
+
+def test_a_launch_gets_so_many_layers_ahead_of_what_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device, whose stream waits for the rest."""
+    launched: list[int] = []
+    monkeypatch.setattr(arrivals_of, "wait_for_value", lambda index, stream, address, value: launched.append(value))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    arrivals = Arrivals(16, torch.device("cpu"))
+    arrivals._flags, arrivals._device = torch.zeros(4, dtype=torch.int32), torch.device("cuda", 0)
+    arrivals.expect(GRANT)
+    events = arrivals.events(STEP, [ArrivingKV(5, SLOT, time.monotonic() + 1e6)])
+
+    def launch() -> None:
+        for layer in sorted(events):
+            for event in events[layer]:
+                event.wait()
+
+    thread = threading.Thread(target=launch, daemon=True)
+    thread.start()
+    wait_until(lambda: launched == [4, 8])
+    arrivals.hear(layers(4))
+    wait_until(lambda: launched == [4, 8, 12])
+    arrivals.hear(layers(8))
+    thread.join(PATIENCE_S)
+    assert launched == [4, 8, 12, 15, 16], "the last layer goes alone"
 
 
 def test_each_step_that_waits_hears_of_each_layer() -> None:
