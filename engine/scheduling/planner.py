@@ -21,7 +21,7 @@ from tandem.engine.scheduling.times.prompt_budget import PromptBudget
 
 limited = RateLimited(logging.getLogger(__name__))
 
-FEW_BLOCKS = 8  # a guess
+FEW_BLOCKS = 8  # a chunk of more need not end with a block; a guess
 # Waiting requests that may be passed by in one step because they wait for something else than room; bounds its time.
 MAX_PASSED_BY = 256  # a guess
 # How long a request waits for a slot for its adapter before others must wait behind it; a guess.
