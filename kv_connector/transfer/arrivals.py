@@ -25,10 +25,12 @@ from tandem.kv_connector.layouts.layer_groups import PUSHED_TOGETHER, push_group
 from tandem.kv_connector.protocol.jobs import ArrivingKV, LoadEvent
 
 MAX_FLAGS = 4096  # steps at a time that may wait; a guess
-# For one layer, or of a step on a device for all, at most: meanwhile the node does nothing else, so it can't even say
-# that something of its own has failed, and the one that it waits for may wait for that. What is awaited has begun, and
-# takes a tenth of a second. A guess.
-MOST_WAIT_S = 10.0
+# On CPU, for one layer, at most: meanwhile the node does nothing else, so it can't even say that something of its own
+# has failed, and the one that it waits for may wait for that. A guess.
+MOST_HOST_WAIT_S = 10.0
+# On a device, of a step for all that it needs: what that waits for has begun, and takes a tenth of a second. A guess,
+# below the time after which routers take a node that doesn't answer for lost.
+MOST_DEVICE_WAIT_S = 4.0
 LAYERS_AHEAD = 2 * PUSHED_TOGETHER  # launched ahead of what has come, on a device; a guess
 LET_GO = (1 << 31) - 1  # more layers than there are: whoever waits goes on
 
@@ -154,7 +156,7 @@ class Arrivals:
         """What layers of this step have to wait for, by the index of the first of each group that is pushed together.
         `spoiled` must be asked when the step has run."""
         events: dict[int, list[LoadEvent]] = {}
-        latest = time.monotonic() + MOST_WAIT_S if self._flags is not None else math.inf
+        latest = time.monotonic() + MOST_DEVICE_WAIT_S if self._flags is not None else math.inf
         with self._changed:
             for each in needed:
                 arriving = self._by_grant.get(each.grant_id)
@@ -195,7 +197,7 @@ class Arrivals:
 
     def wait(self, arriving: Arriving, num_layers: int) -> None:
         """Blocks until so many layers are there, or will not come."""
-        most = time.monotonic() + MOST_WAIT_S
+        most = time.monotonic() + MOST_HOST_WAIT_S
         with self._changed:
             while arriving.num_layers < num_layers:
                 left_s = min(most, arriving.deadline) - time.monotonic()

@@ -150,6 +150,9 @@ def test_a_launch_gets_so_many_layers_ahead_of_what_has_come(monkeypatch: pytest
     arrivals.hear(layers(8))
     thread.join(PATIENCE_S)
     assert launched == [4, 8, 12, 15, 16], "the last layer goes alone"
+    arrivals.expire(time.monotonic() + arrivals_of.MOST_DEVICE_WAIT_S)
+    assert not arrivals.are_missing()
+    assert list(arrivals.spoiled(STEP)) == [SLOT], "long before its own deadline"
 
 
 def test_each_step_that_waits_hears_of_each_layer() -> None:
