@@ -73,8 +73,8 @@ class Engine:
         lora: LoraOptions | None = None,
         speculative_config: str = "",
         clock: StepClock | None = None,
-        prompt_graph_tokens: int = 2048,
-        prompt_graph_attention: bool = True,
+        prompt_graph_tokens: int = NodeOptions.prompt_graph_tokens,
+        prompt_graph_attention: bool = NodeOptions.prompt_graph_attention,
     ) -> None:
         options = NodeOptions(
             "unified",
@@ -235,8 +235,9 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--prompt-budget", type=int, default=0, help="prompt tokens in a step beside decodes")
-    parser.add_argument("--prompt-graph-tokens", type=int, default=2048)
-    parser.add_argument("--prompt-graph-attention", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--prompt-graph-tokens", type=int, default=NodeOptions.prompt_graph_tokens)
+    as_served = NodeOptions.prompt_graph_attention
+    parser.add_argument("--prompt-graph-attention", action=argparse.BooleanOptionalAction, default=as_served)
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="floors are then those of one rank")
     parser.add_argument("--json")
     args = parser.parse_args()

@@ -210,9 +210,9 @@ class StepPlanner:
     def _in_whole_waves(self, plan: StepPlan, prompts: Sequence[Request]) -> int:
         """The prompt budget, less where there is more to compute than it and a smaller step is faster by the token."""
         budget, num_planned = plan.num_prompt_tokens_left, self._options.max_num_batched_tokens - plan.budget
-        if sum(prompt.num_uncomputed_tokens for prompt in prompts) <= budget:
-            return plan.prompt_budget
-        return self._state.step_sizes.at_most(num_planned + budget) - num_planned
+        cut_to = self._state.step_sizes.at_most(num_planned + budget) - num_planned
+        is_cut = cut_to < budget < sum(prompt.num_uncomputed_tokens for prompt in prompts)
+        return cut_to if is_cut else plan.prompt_budget
 
     def _resume_committed(self, plan: StepPlan) -> None:
         """Starts a request that holds its KV already, before all others: it needs a slot and at most one block."""

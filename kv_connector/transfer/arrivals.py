@@ -175,8 +175,7 @@ class Arrivals:
     def are_missing(self) -> bool:
         """Whether a step that was launched waits for what has not come. Nothing may be launched behind it."""
         with self._changed:
-            awaited = [arriving for step in self._awaited.values() for _, arriving in step]
-            return any(arriving.num_layers < self._num_layers for arriving in awaited)
+            return any(each.num_layers < self._num_layers for step in self._awaited.values() for _, each in step)
 
     @property
     def are_awaited(self) -> bool:
