@@ -152,9 +152,6 @@ class NodeLoop:
         self._launch()
         if self._is_urgent is not None:
             self._serve_urgent(self._is_urgent)
-            if self._core.may_launch_again:
-                self._launch()
-                self._serve_urgent(self._is_urgent)
         events = self._core.read()
         self._read = self._core.newest_read
         self._charge("device")
@@ -212,7 +209,7 @@ class NodeLoop:
         """Serves events that other nodes wait for, so that they do not wait for the running step."""
         if self._core.read_would_wait:
             self._write_outbox()
-        while not self._held_up and self._core.read_would_wait and not self._core.may_launch_again:
+        while not self._held_up and self._core.read_would_wait:
             try:
                 early = self._ends_at() - EARLY_S - time.monotonic()
                 event = self._inbox.get(timeout=min(max(STEP_POLL_S, early), LOOK_S))

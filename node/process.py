@@ -303,8 +303,7 @@ class NodeProcess:
 
     def _make_core(self) -> EngineCore:
         find = partial(saturated_blocks, self.runner.pool) if raises_precision(self.loaded, self.options) else None
-        missing = self.transfer.arrivals.are_missing
-        return EngineCore(self.logic.scheduler, self.runner, find_saturated=find, is_held_up=missing)
+        return EngineCore(self.logic.scheduler, self.runner, find_saturated=find)
 
     def _context(self) -> NodeContext:
         tiers: LowerTiers = NoTiers() if self.tiers is None else self.tiers.manager

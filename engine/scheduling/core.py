@@ -21,16 +21,13 @@ class EngineCore:
         runner: Runner,
         pipelined: bool = True,
         find_saturated: Callable[[Sequence[WrittenSlots]], set[int]] | None = None,
-        is_held_up: Callable[[], bool] = lambda: False,
     ) -> None:
         """`find_saturated`: which of the blocks that were written hold values that fp8 could not; None: such values
-        are served as they are. `is_held_up`: whether a launched step waits for a peer, so that nothing may be launched
-        behind it."""
+        are served as they are."""
         self.scheduler = scheduler
         self._runner = runner
         self._pipelined = pipelined
         self._find_saturated, self._num_overflows = find_saturated, 0
-        self._is_held_up, self._was_held_up = is_held_up, False
         self._unread: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._events: list[EngineEvent] = []
         self._reads = False  # whether `read` takes a step
@@ -54,8 +51,7 @@ class EngineCore:
     ) -> None:
         """First half of a turn: decides a step and launches it. `before_execution` is called between the two, since the
         launch takes the host some time; `between_layers` from within a launch layer by layer, which takes long."""
-        self._was_held_up = bool(self._unread) and self._is_held_up()
-        output = None if self._is_undecided or self._was_held_up else self.scheduler.schedule()
+        output = None if self._is_undecided else self.scheduler.schedule()
         if output is not None:
             self.scheduler.state.pool.step_launched(output.step_id)
             if before_execution is not None:
@@ -71,11 +67,6 @@ class EngineCore:
     def _is_undecided(self) -> bool:
         """Whether a launched step has to be read to know where its sequences stand."""
         return bool(self._unread) and self._unread[-1][0].has_drafts
-
-    @property
-    def may_launch_again(self) -> bool:
-        """Whether the last `launch` was held up by a step that waited for a peer, which it does no more."""
-        return self._was_held_up and not self._is_held_up()
 
     @property
     def device_waits(self) -> bool:

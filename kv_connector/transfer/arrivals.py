@@ -4,9 +4,10 @@ The thread for messages hears of each layer (KVLayers) and notes it here. On CUD
 for which the step's stream waits; on CPU a step computes where it is launched, so it waits there. What doesn't come
 lets the step go on, whose row is then spoiled: its request fails before anything of it is told.
 
-A stream that waits takes only so much: a launch into a full one holds the driver until the stream goes on, and with it
-the thread that pushes KV, for which the peer may wait. So a launch gets LAYERS_AHEAD layers ahead of what has come and
-no more, and nothing is launched behind a step that waits (`are_missing`).
+While a stream waits, the first launch of a kernel, which is loaded then, holds the driver until the stream goes on, and
+with it the thread that pushes KV, for which the peer may wait (docs/measurements.md#what-holds-a-driver). So for the
+first layers the host waits, which leaves no new kernel to those behind them, and for the last: what is launched from
+there on, of this step and the next, has nothing to wait for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.handoff import KVGrant, KVLayers, KVReady, KVRelease
 from tandem.engine.device.cuda_driver import wait_for_value
-from tandem.kv_connector.layouts.layer_groups import PUSHED_TOGETHER, push_groups
+from tandem.kv_connector.layouts.layer_groups import push_groups
 from tandem.kv_connector.protocol.jobs import ArrivingKV, LoadEvent
 
 MAX_FLAGS = 4096  # steps at a time that may wait; a guess
@@ -31,7 +32,6 @@ MOST_HOST_WAIT_S = 10.0
 # On a device, of a step for all that it needs: what that waits for has begun, and takes a tenth of a second. A guess,
 # below the time after which routers take a node that doesn't answer for lost.
 MOST_DEVICE_WAIT_S = 4.0
-LAYERS_AHEAD = 2 * PUSHED_TOGETHER  # launched ahead of what has come, on a device; a guess
 LET_GO = (1 << 31) - 1  # more layers than there are: whoever waits goes on
 
 
@@ -75,7 +75,7 @@ class Arriving:
 
 
 class _WaitOnHost:
-    """LoadEvent on CPU: the layers are there when `wait` returns, or will not come."""
+    """LoadEvent: the layers are there when `wait` returns, or will not come."""
 
     def __init__(self, owner: Arrivals, arriving: Arriving, num_layers: int) -> None:
         self._owner, self._arriving, self._num_layers = owner, arriving, num_layers
@@ -85,15 +85,13 @@ class _WaitOnHost:
 
 
 class _WaitOnDevice:
-    """LoadEvent on CUDA: lets the current stream wait, and the host while what has come is far behind."""
+    """LoadEvent on CUDA: lets the current stream wait."""
 
-    def __init__(self, ahead: _WaitOnHost, flag_1: torch.Tensor, num_layers: int, device: torch.device) -> None:
-        self._ahead = ahead
+    def __init__(self, flag_1: torch.Tensor, num_layers: int, device: torch.device) -> None:
         self._flag_1, self._num_layers, self._device = flag_1, num_layers, device
 
     def wait(self) -> None:
         assert self._device.index is not None, "the pool is on one certain device"
-        self._ahead.wait()
         stream = torch.cuda.current_stream(self._device).cuda_stream
         wait_for_value(self._device.index, stream, self._flag_1.data_ptr(), self._num_layers)
 
@@ -169,18 +167,14 @@ class Arrivals:
                     flag_1 = self._next_flag()
                     arriving.await_until(step_id, min(each.deadline, latest), flag_1)
                     for layers in missing:
-                        events.setdefault(layers.start, []).append(self._event(arriving, flag_1, layers.stop))
+                        events.setdefault(layers.start, []).append(self._event(arriving, flag_1, layers))
         return events
 
+    @property
     def are_missing(self) -> bool:
-        """Whether a step that was launched waits for what has not come. Nothing may be launched behind it."""
+        """Whether a step that is being launched waits for what has not come."""
         with self._changed:
             return any(each.num_layers < self._num_layers for step in self._awaited.values() for _, each in step)
-
-    @property
-    def are_awaited(self) -> bool:
-        """Whether a step that was launched waits for a peer, or did and has not been asked about."""
-        return bool(self._awaited)
 
     def spoiled(self, step_id: int) -> dict[int, str]:
         """The slots whose rows of this step lacked KV, and why."""
@@ -212,11 +206,10 @@ class Arrivals:
             if arriving.grant.key == message.key and arriving.grant.source_epoch == message.source_epoch:
                 self._let_go(arriving)
 
-    def _event(self, arriving: Arriving, flag_1: torch.Tensor | None, num_layers: int) -> LoadEvent:
-        if flag_1 is None:
-            return _WaitOnHost(self, arriving, num_layers)
-        ahead = _WaitOnHost(self, arriving, max(0, num_layers - LAYERS_AHEAD))
-        return _WaitOnDevice(ahead, flag_1, num_layers, self._device)
+    def _event(self, arriving: Arriving, flag_1: torch.Tensor | None, layers: range) -> LoadEvent:
+        if flag_1 is None or layers.start == 0 or layers.stop == self._num_layers:
+            return _WaitOnHost(self, arriving, layers.stop)
+        return _WaitOnDevice(flag_1, layers.stop, self._device)
 
     def _let_go(self, arriving: Arriving) -> None:
         if arriving.let_go(self._num_layers):

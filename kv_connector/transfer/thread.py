@@ -217,7 +217,7 @@ class TransferWorker:
             try:
                 return self._jobs.get(timeout=wait_s)
             except queue.Empty:
-                written = self._waiting.take_next(may_go_ahead=not self.arrivals.are_awaited)
+                written = self._waiting.take_next(may_go_ahead=not self.arrivals.are_missing)
             self._announcer.announce_arrived()
             if written is not None:
                 self._run_job(*written)
@@ -228,7 +228,7 @@ class TransferWorker:
     def _is_held_up(self, job: BlockPush | Flush | Finalize, written: torch.cuda.Event | None) -> bool:
         """Whether the job, or one of its grant before it, pushes what a step has still to write, while a step that was
         launched waits for a peer (waiting_jobs.py)."""
-        if not self.arrivals.are_awaited:
+        if not self.arrivals.are_missing:
             return False
         is_unwritten = isinstance(job, BlockPush) and written is not None and not written.query()
         return is_unwritten or not self._waiting.are_written(job.grant_id)

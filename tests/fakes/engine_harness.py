@@ -150,10 +150,7 @@ class Harness:
             ),
             guesser=HalfRight() if speculates else drafted,
         )
-        self.is_held_up = False  # as by a step that waits for a peer
-        self.core = EngineCore(
-            self.scheduler, self.runner, pipelined, self.runner.find_saturated, lambda: self.is_held_up
-        )
+        self.core = EngineCore(self.scheduler, self.runner, pipelined, self.runner.find_saturated)
         self.external: Counter[int] = Counter()
         self.requests: dict[str, Request] = {}
         self.samples: dict[str, tuple[int, ...]] = {}  # as submitted: forks take theirs along

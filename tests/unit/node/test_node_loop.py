@@ -22,7 +22,6 @@ class OneStep:
         self.log, self.polls_left = log, num_polls
         self.inflight = False
         self.newest_read, self.device_waits = None, False
-        self.polls_until_launch = 0  # of a step that is held up
 
     @property
     def device_is_busy(self) -> bool:
@@ -33,16 +32,8 @@ class OneStep:
 
     def launch(self, before_execution, between_layers) -> None:
         self.log.append("scheduled")
-        self.polls_until_launch *= self.polls_until_launch > 1
         before_execution()
         self.log.append("launched")
-
-    @property
-    def may_launch_again(self) -> bool:
-        if self.polls_until_launch > 1:
-            self.polls_until_launch -= 1
-            return False
-        return self.polls_until_launch == 1
 
     @property
     def read_would_wait(self) -> bool:
@@ -95,10 +86,9 @@ def make_loop(logic: Logic, core: OneStep, sender: Sender, **options: object) ->
     return NodeLoop(logic, core, queue.SimpleQueue(), sender, LoopBoard(), drain_s=0.0, **options)  # type: ignore[arg-type]
 
 
-def run(events: list[str], num_polls: int, serves: bool = True, polls_until_launch: int = 0) -> list[str]:
+def run(events: list[str], num_polls: int, serves: bool = True) -> list[str]:
     log: list[str] = []
     core = OneStep(log, num_polls)
-    core.polls_until_launch = polls_until_launch
     is_urgent = (lambda event: str(event).startswith("urgent")) if serves else None
     loop = make_loop(Logic(log), core, Sender(log), is_urgent=is_urgent)
     launch = core.launch
@@ -120,13 +110,6 @@ def test_claims_leave_before_the_step_is_launched_and_urgent_events_are_answered
     assert log[:3] == ["scheduled", "sent claim", "launched"]
     served = ["urgent 1", "sent answer to urgent 1", "urgent 2", "sent answer to urgent 2"]
     assert log[3:8] == [*served, "read"]
-
-
-def test_a_step_that_was_held_up_is_launched_as_soon_as_it_may_be() -> None:
-    log = run(["urgent 1", "urgent 2"], num_polls=9, polls_until_launch=2)
-    assert [word for word in log if word in ("launched", "urgent 1", "read")][:4] == [
-        "launched", "urgent 1", "launched", "read",
-    ]  # fmt: skip
 
 
 def test_what_is_not_urgent_waits_and_is_not_overtaken() -> None:

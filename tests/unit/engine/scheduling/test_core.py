@@ -43,35 +43,6 @@ def test_the_next_step_is_launched_before_the_last_is_read() -> None:
     ]
 
 
-def test_nothing_is_launched_behind_a_step_that_waits_for_a_peer() -> None:
-    harness = Harness()
-    log = Recorder(harness).log
-
-    def happened() -> list[str]:
-        words = [word for word in log if word.startswith(("execute", "read"))]
-        log.clear()
-        return words
-
-    harness.add("a", [1, 2, 3], max_tokens=4)
-    harness.core.launch()
-    assert happened() == ["execute 0"]
-    harness.is_held_up = True
-    harness.core.launch()
-    assert not harness.core.may_launch_again
-    harness.is_held_up = False
-    assert harness.core.may_launch_again, "while that step still runs"
-    assert happened() == []
-    harness.core.launch()
-    assert not harness.core.may_launch_again
-    harness.core.read()
-    assert happened() == ["execute 1", "read 0"]
-    harness.is_held_up = True
-    harness.core.step()
-    assert happened() == ["read 1"], "what runs is read"
-    harness.core.step()
-    assert happened() == ["execute 2"], "behind nothing"
-
-
 def test_without_pipelining_each_step_is_read_at_once() -> None:
     harness = Harness(pipelined=False)
     recorder = Recorder(harness)

@@ -111,24 +111,21 @@ def test_a_step_waits_for_what_has_not_come_when_it_is_launched() -> None:
     needed = [ArrivingKV(5, SLOT, time.monotonic() + 1e6)]
     arrivals.hear(layers(2))
     assert sorted(arrivals.events(STEP + 1, needed)) == [2]
-    assert arrivals.are_missing()
+    assert arrivals.are_missing
     arrivals.hear(layers(3))
     assert arrivals.events(STEP + 2, needed) == {}
-    assert not arrivals.are_missing()
-    assert arrivals.are_awaited, "until each step has been asked about"
+    assert not arrivals.are_missing
     assert [arrivals.spoiled(step) for step in (STEP, STEP + 1, STEP + 2)] == [{}, {}, {}]
-    assert not arrivals.are_awaited
 
 
 def test_what_will_not_come_is_missing_no_more() -> None:
     arrivals, _ = waiting()
-    assert arrivals.are_missing()
+    assert arrivals.are_missing
     arrivals.end(5)
-    assert not arrivals.are_missing()
+    assert not arrivals.are_missing
 
 
-def test_a_launch_gets_so_many_layers_ahead_of_what_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device, whose stream waits for the rest."""
+def test_a_host_waits_for_the_first_and_last_layers_a_device_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
     monkeypatch.setattr(arrivals_of, "wait_for_value", lambda index, stream, address, value: launched.append(value))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
@@ -144,14 +141,16 @@ def test_a_launch_gets_so_many_layers_ahead_of_what_has_come(monkeypatch: pytest
 
     thread = threading.Thread(target=launch, daemon=True)
     thread.start()
-    wait_until(lambda: launched == [4, 8])
+    assert not launched, "the host waits for the first layers"
     arrivals.hear(layers(4))
-    wait_until(lambda: launched == [4, 8, 12])
-    arrivals.hear(layers(8))
-    thread.join(PATIENCE_S)
-    assert launched == [4, 8, 12, 15, 16], "the last layer goes alone"
+    wait_until(lambda: launched == [8, 12, 15])
+    assert thread.is_alive(), "the host waits for the last layer, too"
+    assert arrivals.are_missing
     arrivals.expire(time.monotonic() + arrivals_of.MOST_DEVICE_WAIT_S)
-    assert not arrivals.are_missing()
+    thread.join(PATIENCE_S)
+    assert launched == [8, 12, 15]
+    assert not thread.is_alive()
+    assert not arrivals.are_missing
     assert list(arrivals.spoiled(STEP)) == [SLOT], "long before its own deadline"
 
 
