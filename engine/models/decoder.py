@@ -33,7 +33,7 @@ from tandem.kernels.products import few_rows
 from tandem.kernels.products.adapter_rows import AdapterStack, UnaddedProduct
 from tandem.kernels.products.adapters import added
 from tandem.kernels.products.matmul import linear
-from tandem.kernels.products.rotary_attention import WantedTokens
+from tandem.kernels.products.rotary_attention import UpToAttention, WantedTokens
 
 
 class DecoderModel(nn.Module):
@@ -150,7 +150,7 @@ class DecoderModel(nn.Module):
             self._tap(len(self.layers), None, few)
             return few
         x_TE, residual_TE = self._before_last(residual_TE, positions_T)
-        return self.last_layer(x_TE, residual_TE, positions_T, wanted)
+        return self._last_layer(x_TE, residual_TE, positions_T, wanted)
 
     @property
     def can_be_divided(self) -> bool:
@@ -158,13 +158,25 @@ class DecoderModel(nn.Module):
         is_plain = self._compiled is None and self.guess_head is None and self.config.latents is None
         return is_plain and len(self.layers) > 1
 
-    def all_but_last_layer(
-        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def up_to_last_attention(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> UpToAttention:
         """See DividedModel."""
         x_TE, residual_TE = self._before_last(self.embed_tokens(input_ids_T), positions_T)
         assert isinstance(x_TE, torch.Tensor), "a pass without adapters, of more than one layer"
-        return x_TE, residual_TE
+        return self._divided_layer.up_to_attention(x_TE, residual_TE)
+
+    def from_last_attention(
+        self, last: UpToAttention, positions_T: torch.Tensor, wanted: WantedTokens | None
+    ) -> torch.Tensor:
+        """See DividedModel."""
+        x_TE, residual_TE = self._divided_layer.from_attention(last, positions_T, self.rotary.table(), wanted)
+        hidden: torch.Tensor = self.norm(x_TE, residual_TE)
+        return hidden
+
+    @property
+    def _divided_layer(self) -> DecoderLayer:
+        layer = self.layers[-1]
+        assert isinstance(layer, DecoderLayer)
+        return layer
 
     def _before_last(
         self, residual_TE: torch.Tensor, positions_T: torch.Tensor
@@ -177,14 +189,13 @@ class DecoderModel(nn.Module):
                 x_TE = added(x_TE)
         return x_TE, residual_TE
 
-    def last_layer(
+    def _last_layer(
         self,
         x_TE: torch.Tensor | UnaddedProduct | None,
         residual_TE: torch.Tensor,
         positions_T: torch.Tensor,
         wanted: WantedTokens | None,
     ) -> torch.Tensor:
-        """See DividedModel."""
         cos_sin = self.rotary.table()
         self._tap(len(self.layers) - 1, x_TE, residual_TE)
         if self.guess_head is not None and len(self.layers) in self.guess_head.taps.layers:

@@ -7,6 +7,7 @@ step with the slots of the step before costs one comparison.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class PrefixSharing:
         self._costs = costs
         self._buffers = PrefixBuffers(max_rows, costs.members, state.device)
         self._seen: tuple[int, bytes] | None = None
-        self._found = False
+        self._saved_bytes = 0
 
     @property
     def members(self) -> int:
@@ -56,8 +57,10 @@ class PrefixSharing:
             groups = choose_groups(self._state.host_block_table_SB, slots, whole, block_size, self._costs)
             if groups:
                 self._buffers.load(groups, block_size)
-            self._seen, self._found = seen, bool(groups)
-        return self._buffers.prefixes.first(len(rows)) if self._found else None
+            self._seen, self._saved_bytes = seen, self._costs.saved_by(groups, block_size)
+        if not self._saved_bytes:
+            return None
+        return replace(self._buffers.prefixes.first(len(rows)), saved_bytes=self._saved_bytes)
 
     def nothing(self, num_rows: int) -> SharedPrefixes:
         """Shared prefixes without any group. Warm-up and capture run the same kernels with them."""

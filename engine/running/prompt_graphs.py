@@ -3,8 +3,8 @@
 All of a layer but attention depends on the number of tokens alone. So a pass is cut at each attention: what lies
 between two of them, a segment, is a graph. Where the backend has attention that reads lengths on the device, a segment
 begins with it, and only the connector's hooks come between replays; else attention is launched there, too. A step takes
-the segments of the smallest size that holds its tokens; what is left is padding, whose slot is -1. The last layer, of
-which only wanted tokens are computed, is launched (docs/steps.md#prompts-as-graphs).
+the segments of the smallest size that holds its tokens; what is left is padding, whose slot is -1. Of the last layer
+the graphs have keys and values; the rest, of wanted tokens alone, is launched (docs/steps.md#prompts-as-graphs).
 
 Shape legend: T tokens of a step, G tokens of a graph, E hidden size.
 """
@@ -25,7 +25,7 @@ from tandem.kernels.api.backend import CapturedAttention
 from tandem.kernels.api.forward_context import ForwardContext, get_forward_context, set_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.api.unified_attention import unified_attention
-from tandem.kernels.products.rotary_attention import WantedTokens
+from tandem.kernels.products.rotary_attention import UpToAttention, WantedTokens
 
 ROWS_BESIDE = 64  # decodes beside the largest chunk for which there is room; a guess
 
@@ -42,7 +42,7 @@ class Graph(Protocol):
 
 @runtime_checkable
 class DividedModel(Protocol):
-    """A model whose pass is that of its last layer behind that of all others."""
+    """A model whose pass can be made in two parts: of all tokens up to its last attention, of some from there on."""
 
     @property
     def attention_layers(self) -> Mapping[str, Attention]: ...
@@ -51,15 +51,12 @@ class DividedModel(Protocol):
     def can_be_divided(self) -> bool:
         """Whether each layer but the last calls `unified_attention` once, in their order, with all tokens."""
 
-    def all_but_last_layer(
-        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what is still to be added to the residual stream, the stream), both [T, E]."""
+    def up_to_last_attention(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> UpToAttention: ...
 
-    def last_layer(
-        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, positions_T: torch.Tensor, wanted: WantedTokens | None
+    def from_last_attention(
+        self, last: UpToAttention, positions_T: torch.Tensor, wanted: WantedTokens | None
     ) -> torch.Tensor:
-        """Normalised hidden states of the wanted tokens (None: of all)."""
+        """Normalised hidden states of the wanted tokens (None: of all). `last.kv` is overwritten."""
 
 
 class Segment(NamedTuple):
@@ -134,15 +131,15 @@ class PromptGraphs:
             self._pass_over(size)
 
     def _pass_over(self, size: int) -> None:
-        """All layers but the last of `size` tokens, without attention."""
+        """What comes before the last attention, of `size` tokens, without any launched attention."""
         input_id_G, position_G, slot_G = self._inputs.buffers(size)
         metadata = _without_lengths(slot_G)
         if self._captured is not None:
             self._captured.begin()
         with set_forward_context(ForwardContext(metadata, self._model.attention_layers, cuts=self)):
-            x_GE, residual_GE = self._model.all_but_last_layer(input_id_G, position_G)
-        self._keep("x", x_GE)
-        self._keep("residual", residual_GE)
+            last = self._model.up_to_last_attention(input_id_G, position_G)
+        for name, tensor in last._asdict().items():
+            self._keep(name, tensor)
 
     def attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str, kv_is_stored: bool
@@ -173,14 +170,14 @@ class PromptGraphs:
         _, position_G, slot_G = self._inputs.buffers(size)
         assert positions_T.data_ptr() == position_G.data_ptr(), "inputs of another builder"
         slot_G[num:].fill_(-1)
-        tensors = self._tensors
         with set_forward_context(context):
             if self._captured is None:
                 self._replay_between(self._segments[size], num)
             else:
                 self._captured.fill(inputs.metadata)
                 self._replay_all(self._segments[size], context)
-            return self._model.last_layer(tensors["x"][:num], tensors["residual"][:num], positions_T, wanted)
+            last = UpToAttention(*(self._tensors[name][:num] for name in UpToAttention._fields))
+            return self._model.from_last_attention(last, positions_T, wanted)
 
     def _replay_between(self, segments: Sequence[Segment], num_tokens: int) -> None:
         """Launches attention, of so many tokens, behind each segment but the last."""

@@ -250,8 +250,7 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.takes(rows):
             logits_NV = self._graphs.run_dummy(sum(row.num_tokens for row in rows))[: len(rows)]
         else:
-            # Captured attention takes no rows that share: what is measured must be what serves.
-            inputs = self._inputs.build_dummy(rows, shares=self._prompt_graphs is None)
+            inputs = self._inputs.build_dummy(rows)
             wanted = self._inputs.last_tokens(inputs, range(len(rows)))
             logits_NV = self.model.project(self._eager.forward(inputs, wanted))
         self._drawing.choose(logits_NV, SamplingBatch())

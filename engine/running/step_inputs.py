@@ -97,9 +97,9 @@ class StepInputs:
             index_dev, self._builder.build(np.ones(len(ends), np.int64), ends, tables, slots, self._state.device)
         )
 
-    def build_dummy(self, rows: Sequence[ScheduledRow], adapter: int = 0, shares: bool = True) -> ForwardInputs:
+    def build_dummy(self, rows: Sequence[ScheduledRow], adapter: int = 0) -> ForwardInputs:
         """Rows of token 0 that write no KV (slot -1) and read block 0 only; for warm-up and profiling. All take the
-        adapter in this slot (0: none). `shares`: as if rows might share prefixes.
+        adapter in this slot (0: none).
 
         Rows of one token come first.
         """
@@ -113,7 +113,7 @@ class StepInputs:
         slot_mapping.fill_(-1)
         block_tables = torch.zeros((len(rows), self._state.max_blocks), dtype=torch.int32, device=device)
         nothing = None
-        if self._sharing is not None and shares:  # its kernels are warmed up, too
+        if self._sharing is not None:  # its kernels are warmed up, too
             nothing = self._sharing.nothing(int((lengths == 1).sum()))
         cross = None if self._spans is None else self._spans.of_nobody(rows)
         metadata = self._build(lengths, ends, block_tables, slot_mapping, nothing, cross)

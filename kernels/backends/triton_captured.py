@@ -33,6 +33,9 @@ from tandem.kernels.triton_kernels.prefill.prefill_launch import (
 
 MOST_ROWS = 256  # of one token; with more a step takes the device so long that its launch is hidden; a guess
 MOST_PROMPTS = 16  # in one step; a guess
+# Of a layer, above which a step is launched that reads once what rows share: launching a layer takes the host 0.8 ms
+# longer than its graph (docs/measurements.md#prompts-as-graphs), in which the device reads so much.
+MOST_READ_AGAIN = 3_000_000_000
 
 
 class TritonCapturedAttention:
@@ -65,10 +68,11 @@ class TritonCapturedAttention:
         return -(-num_tokens // QUERIES) + MOST_PROMPTS
 
     def takes(self, metadata: AttentionMetadata) -> bool:
-        """Whether there is room for these rows. What rows share is not read once here."""
+        """Whether there is room for these rows, and they share little: it is read for each of them here."""
         num_prompts = metadata.num_rows - metadata.num_decode_rows
         has_room = metadata.num_decode_rows <= self.most_rows and num_prompts <= MOST_PROMPTS
-        return has_room and metadata.shared_prefixes is None
+        shared = metadata.shared_prefixes
+        return has_room and (shared is None or shared.saved_bytes <= MOST_READ_AGAIN)
 
     def fill(self, metadata: AttentionMetadata) -> None:
         """Says what the next replays attend to: in one copy, and a launch for each kind of layer."""

@@ -51,6 +51,10 @@ class SharingCosts:
         reads = num_rows - -(-num_rows // self.members)
         return reads * num_tokens * self.token_bytes - num_rows * BYTES_FOR_ROW
 
+    def saved_by(self, groups: Sequence[PrefixGroup], block_size: int) -> int:
+        """The bytes that all of these groups save a layer."""
+        return sum(self.saved_bytes(len(group.rows), group.num_blocks * block_size) for group in groups)
+
     def is_worthwhile(self, saved_bytes: int) -> bool:
         """Whether all groups of a batch together pay for their launches."""
         return self.members > 1 and saved_bytes > BYTES_FOR_LAUNCHES

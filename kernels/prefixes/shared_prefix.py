@@ -24,6 +24,7 @@ class SharedPrefixes:
     chunk_rows: torch.Tensor  # int32 [C, M]
     row_lens: torch.Tensor  # int32 [N], below the row's length
     row_places: torch.Tensor  # int32 [N]
+    saved_bytes: int = 0  # of a layer's keys and values, which are not read again
 
     @property
     def members(self) -> int:

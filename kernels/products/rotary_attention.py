@@ -6,6 +6,7 @@ Legend: T tokens of the step, N of them wanted, H query heads, K KV heads, D hea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -44,6 +45,15 @@ class WantedTokens:
 
     index: torch.Tensor
     metadata: AttentionMetadata
+
+
+class UpToAttention(NamedTuple):
+    """A layer up to its attention, of T tokens: what that takes in, the residual stream, both [T, hidden size], and
+    its keys and values before they are rotated [T, 2K * D]."""
+
+    x: torch.Tensor
+    residual: torch.Tensor
+    kv: torch.Tensor
 
 
 def rotary_attention(

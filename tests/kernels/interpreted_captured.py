@@ -16,8 +16,9 @@ import torch
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.spec import Reach
 from tandem.kernels.backends import triton_captured
-from tandem.kernels.backends.triton_captured import MOST_PROMPTS, TritonCapturedAttention
+from tandem.kernels.backends.triton_captured import MOST_PROMPTS, MOST_READ_AGAIN, TritonCapturedAttention
 from tandem.kernels.check.sample_batches import PagedBatch, random_batch
+from tandem.kernels.prefixes.shared_prefix import PrefixBuffers
 from tandem.kernels.reference import paged
 
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 16, 16
@@ -100,3 +101,10 @@ def test_rows_beyond_its_room_are_not_taken() -> None:
     assert captured.takes(batch_of((1,) * ROWS + (2,) * MOST_PROMPTS, (2,) * (ROWS + MOST_PROMPTS), 0).metadata)
     assert not captured.takes(batch_of((1,) * (ROWS + 1) + (2,), (2,) * (ROWS + 2), 0).metadata)
     assert not captured.takes(batch_of((2,) * (MOST_PROMPTS + 1), (2,) * (MOST_PROMPTS + 1), 0).metadata)
+
+
+def test_rows_that_share_much_are_not_taken() -> None:
+    captured = TritonCapturedAttention([layer_over(torch.zeros(4, KV_HEADS, 2, 2, BLOCK, SIZE))], ROWS, TOKENS, LENGTH)
+    meta, shared = batch_of((1, 1, 5), (40, 40, 5), 0).metadata, PrefixBuffers(ROWS, 2, torch.device("cpu")).prefixes
+    assert captured.takes(replace(meta, shared_prefixes=replace(shared, saved_bytes=MOST_READ_AGAIN)))
+    assert not captured.takes(replace(meta, shared_prefixes=replace(shared, saved_bytes=MOST_READ_AGAIN + 1)))

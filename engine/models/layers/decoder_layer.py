@@ -19,7 +19,7 @@ from tandem.engine.models.mixture_layer import MixtureOfExperts, StackedExperts
 from tandem.engine.models.stored_layers import empty_weight
 from tandem.engine.parallel.group import TensorParallel
 from tandem.kernels.products.adapter_rows import UnaddedProduct
-from tandem.kernels.products.rotary_attention import WantedTokens
+from tandem.kernels.products.rotary_attention import UpToAttention, WantedTokens
 
 
 class DecoderLayer(nn.Module):
@@ -65,6 +65,27 @@ class DecoderLayer(nn.Module):
         else:
             attended = self.self_attn.forward_wanted(self.input_layernorm(*summands), positions_T, cos_sin, wanted)
             residual_TE = residual_TE[wanted.index]
+        return self._behind_attention(attended, residual_TE)
+
+    def up_to_attention(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> UpToAttention:
+        """The first part of `forward`, without latents; x is added to the residual stream in place."""
+        assert isinstance(self.self_attn, SelfAttention)
+        normed_TE: torch.Tensor = self.input_layernorm(x_TE, residual_TE)
+        return UpToAttention(normed_TE, residual_TE, self.self_attn.keys_and_values(normed_TE))
+
+    def from_attention(
+        self, before: UpToAttention, positions_T: torch.Tensor, cos_sin: torch.Tensor, wanted: WantedTokens | None
+    ) -> tuple[torch.Tensor | UnaddedProduct, torch.Tensor]:
+        """The rest of `forward`. `before.kv` is overwritten."""
+        assert isinstance(self.self_attn, SelfAttention)
+        if wanted is None:
+            return self._behind_attention(self.self_attn(before.x, positions_T, cos_sin), before.residual)
+        attended = self.self_attn.forward_wanted(before.x, positions_T, cos_sin, wanted, before.kv)
+        return self._behind_attention(attended, before.residual[wanted.index])
+
+    def _behind_attention(
+        self, attended: torch.Tensor | UnaddedProduct, residual_TE: torch.Tensor
+    ) -> tuple[torch.Tensor | UnaddedProduct, torch.Tensor]:
         product = self.mlp.gate_up_proj if isinstance(self.mlp, MLP) else None
         normed = self.post_attention_layernorm.before(product, attended, residual_TE)
         out: torch.Tensor | UnaddedProduct

@@ -75,13 +75,23 @@ class SelfAttention(nn.Module):
         out = rotary_attention(qkv_RC, positions_R, cos_sin, self.layer_name, self._head_norms())
         few_rows.add_linear(residual_RE, out, o.weight, o.bias)
 
+    def keys_and_values(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """Keys and values of all tokens [T, C], before they are rotated."""
+        return self.qkv_proj.some_outputs(x_TE, self.query_size, self.qkv_proj.out_features)
+
     def forward_wanted(
-        self, x_TE: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor, wanted: WantedTokens
+        self,
+        x_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin: torch.Tensor,
+        wanted: WantedTokens,
+        kv_TC: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention's output [N, E] for the wanted tokens only; the KV of every token is stored."""
-        qkv, size = self.qkv_proj, self.query_size
-        query_NC = qkv.some_outputs(x_TE[wanted.index], 0, size)
-        kv_TC = qkv.some_outputs(x_TE, size, qkv.out_features)
+        """Attention's output [N, E] for the wanted tokens only; the KV of every token is stored. `kv_TC`: from
+        `keys_and_values`, where they have been computed; overwritten."""
+        query_NC = self.qkv_proj.some_outputs(x_TE[wanted.index], 0, self.query_size)
+        if kv_TC is None:
+            kv_TC = self.keys_and_values(x_TE)
         out = rotary_attention_of_wanted(
             query_NC, kv_TC, positions_T, wanted, cos_sin, self.layer_name, self._head_norms()
         )
@@ -90,8 +100,7 @@ class SelfAttention(nn.Module):
 
     def store(self, x_TE: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor) -> None:
         """Stores the keys and values of all T tokens, and nobody attends."""
-        kv_TC = self.qkv_proj.some_outputs(x_TE, self.query_size, self.qkv_proj.out_features)
-        rotary_store(kv_TC, positions_T, cos_sin, self.layer_name, self._head_norms())
+        rotary_store(self.keys_and_values(x_TE), positions_T, cos_sin, self.layer_name, self._head_norms())
 
     def _head_norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:

@@ -52,6 +52,7 @@ def test_sharing_follows_slots_that_come_and_change() -> None:
     assert found.row_lens.tolist() == [PREFIX * BLOCK] * 3
     assert found.chunk_rows[0].tolist() == [0, 1, 2, -1]
     assert found.chunk_lens.tolist() == [PREFIX * BLOCK, 0]
+    assert found.saved_bytes == 2 * PREFIX * BLOCK * COSTS.token_bytes, "two of three don't read it"
     assert sharing.of_rows(rows(1)) is None
     enter(state, 0, tuple(range(300, 402)))
     found = sharing.of_rows(rows(2, 0, 1))
