@@ -106,12 +106,15 @@ class EagerSteps:
         )
         graphs = self._prompt_graphs
         if graphs is not None and media is None and graphs.takes(inputs):
+            if not graphs.have_run(inputs, wanted):
+                self._settle()
             try:
                 return graphs.forward(inputs, wanted, context)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 self._faults.on_launch_failure("a prompt's graph", "launching kernel by kernel", error)
+        self._settle()
         with set_forward_context(context):
             if media is not None:
                 return self._model(inputs.input_ids_T, inputs.positions_T, wanted, media)
@@ -120,6 +123,10 @@ class EagerSteps:
                 assert inputs.links_3T is not None
                 self._features.note(inputs.input_ids_T, inputs.positions_T, inputs.links_3T)
             return hidden_NH
+
+    def _settle(self) -> None:
+        if self._connector is not None:
+            self._connector.settle()
 
     def _forgo(self, output: SchedulerOutput, step: LaunchedStep, group: TensorParallel) -> None:
         """Takes part in what the other ranks exchange of this step, in a pass over two tokens, of which one is wanted.

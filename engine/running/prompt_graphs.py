@@ -95,6 +95,7 @@ class PromptGraphs:
         self._tensors: dict[str, torch.Tensor] = {}  # what attention reads and writes, and what the last segment leaves
         self._segments: dict[int, list[Segment]] = {}
         self._capture: _Capture | None = None
+        self._have_run: set[tuple[str, int]] = set()  # sizes, and numbers of wanted tokens
 
     @property
     def num_graphs(self) -> int:
@@ -162,11 +163,24 @@ class PromptGraphs:
         is_plain = inputs.adapters is None and inputs.links_3T is None and len(inputs.positions_T) <= self.sizes[-1]
         return is_plain and (self._captured is None or self._captured.takes(inputs.metadata))
 
+    def have_run(self, inputs: ForwardInputs, wanted: WantedTokens | None) -> bool:
+        """Whether such a step needs no kernel that those before it didn't: what is launched depends on its size and on
+        how many tokens are wanted."""
+        return self._kinds(inputs, wanted) <= self._have_run
+
+    def _kinds(self, inputs: ForwardInputs, wanted: WantedTokens | None) -> set[tuple[str, int]]:
+        num = len(inputs.positions_T)
+        return {("size", self._size_of(num)), ("all", num) if wanted is None else ("wanted", len(wanted.index))}
+
+    def _size_of(self, num_tokens: int) -> int:
+        return self.sizes[bisect.bisect_left(self.sizes, num_tokens)]
+
     def forward(self, inputs: ForwardInputs, wanted: WantedTokens | None, context: ForwardContext) -> torch.Tensor:
         """Normalised hidden states of the wanted tokens (None: of all T). Valid until the next step. What stands behind
         the inputs is of earlier steps: tokens and places that are computed with, and stored nowhere."""
         num, positions_T = len(inputs.positions_T), inputs.positions_T
-        size = self.sizes[bisect.bisect_left(self.sizes, num)]
+        size = self._size_of(num)
+        self._have_run |= self._kinds(inputs, wanted)
         _, position_G, slot_G = self._inputs.buffers(size)
         assert positions_T.data_ptr() == position_G.data_ptr(), "inputs of another builder"
         slot_G[num:].fill_(-1)

@@ -117,6 +117,9 @@ class ModelRunner:
         """Launches one step, in the order of effect that `SchedulerOutput` states. Raises OutOfMemoryError in a group
         where there isn't even memory to stand in: the process must end then, since the other ranks wait for it."""
         self._drawing.catch_up()
+        connector = self._connector
+        if connector is not None and self._is_odd(output):
+            connector.settle()
         if self.model.group is not None:
             self.model.group.begin_step()
         if self._followers is not None:
@@ -140,7 +143,6 @@ class ModelRunner:
         step = LaunchedStep(output.step_id, failed_slots=failed_slots)
         if self._followers is not None:
             step.is_lost = partial(self._was_lost, self._followers, output.step_id)
-        connector = self._connector
         if connector is not None and output.connector_meta is not None:
             connector.start_load_kv(output.connector_meta, between_layers)
             step.find_spoiled = partial(connector.spoiled_slots, output.step_id)
@@ -155,6 +157,11 @@ class ModelRunner:
     @property
     def counters(self) -> dict[str, float]:
         return {**self._counters, **({} if self._balance is None else self._balance.counters())}
+
+    def _is_odd(self, output: SchedulerOutput) -> bool:
+        """Whether more is launched than most steps need."""
+        encodes = self.spans is not None or self._media is not None
+        return encodes or bool(output.copies or output.forks or output.adapter_loads)
 
     def _was_lost(self, followers: Followers, step_id: int) -> bool:
         lost = followers.have_lost(step_id)

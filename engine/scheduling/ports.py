@@ -74,7 +74,12 @@ class KVConnectorWorker(Protocol):
         """Binds metadata and starts asynchronous loads; before a step that has any."""
 
     def wait_for_kv_layer(self, layer_name: str) -> None:
-        """Called inside the attention op, before the layer reads its KV. Enqueues a wait; never blocks the host."""
+        """Called inside the attention op, before the layer reads its KV. Enqueues a wait; behind `settle` it blocks."""
+
+    def settle(self) -> None:
+        """Called before something is launched that may need a kernel which this process has not loaded: loading waits
+        for what runs, and holds all launches. Blocks until no earlier step waits for a peer; what the running step
+        needs of one is waited for on the host, layer by layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
         """Called inside the attention op, after the layer wrote its KV. Enqueues the push of that layer; never

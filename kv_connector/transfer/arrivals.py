@@ -5,9 +5,8 @@ for which the step's stream waits; on CPU a step computes where it is launched, 
 lets the step go on, whose row is then spoiled: its request fails before anything of it is told.
 
 While a stream waits, the first launch of a kernel, which is loaded then, holds the driver until the stream goes on, and
-with it the thread that pushes KV, for which the peer may wait (docs/measurements.md#what-holds-a-driver). So for the
-first layers the host waits, which leaves no new kernel to those behind them, and for the last: what is launched from
-there on, of this step and the next, has nothing to wait for.
+with it the thread that pushes KV, for which the peer may wait (docs/measurements.md#what-holds-a-driver). So whoever
+may launch something new says so (`settle`), and the host waits.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.handoff import KVGrant, KVLayers, KVReady, KVRelease
 from tandem.engine.device.cuda_driver import wait_for_value
 from tandem.kv_connector.layouts.layer_groups import push_groups
-from tandem.kv_connector.protocol.jobs import ArrivingKV, LoadEvent
+from tandem.kv_connector.protocol.jobs import ArrivingKV
 
 MAX_FLAGS = 4096  # steps at a time that may wait; a guess
 # On CPU, for one layer, at most: meanwhile the node does nothing else, so it can't even say that something of its own
@@ -74,23 +73,23 @@ class Arriving:
                 flag_1[0] = self.num_layers
 
 
-class _WaitOnHost:
-    """LoadEvent: the layers are there when `wait` returns, or will not come."""
+class LayersWait:
+    """A step's wait for the first layers of a grant: they are there when it is over, or will not come."""
 
-    def __init__(self, owner: Arrivals, arriving: Arriving, num_layers: int) -> None:
+    def __init__(
+        self, owner: Arrivals, arriving: Arriving, flag_1: torch.Tensor | None, num_layers: int, device: torch.device
+    ) -> None:
         self._owner, self._arriving, self._num_layers = owner, arriving, num_layers
+        self._flag_1, self._device = flag_1, device
 
-    def wait(self) -> None:
+    def on_host(self) -> None:
         self._owner.wait(self._arriving, self._num_layers)
 
-
-class _WaitOnDevice:
-    """LoadEvent on CUDA: lets the current stream wait."""
-
-    def __init__(self, flag_1: torch.Tensor, num_layers: int, device: torch.device) -> None:
-        self._flag_1, self._num_layers, self._device = flag_1, num_layers, device
-
-    def wait(self) -> None:
+    def on_stream(self) -> None:
+        """On CUDA, lets the current stream wait; on CPU, as the host."""
+        if self._flag_1 is None:
+            self.on_host()
+            return
         assert self._device.index is not None, "the pool is on one certain device"
         stream = torch.cuda.current_stream(self._device).cuda_stream
         wait_for_value(self._device.index, stream, self._flag_1.data_ptr(), self._num_layers)
@@ -150,10 +149,10 @@ class Arrivals:
 
     # --- who waits --------------------------------------------------------------------------------------------
 
-    def events(self, step_id: int, needed: Sequence[ArrivingKV]) -> Mapping[int, list[LoadEvent]]:
+    def waits(self, step_id: int, needed: Sequence[ArrivingKV]) -> Mapping[int, list[LayersWait]]:
         """What layers of this step have to wait for, by the index of the first of each group that is pushed together.
         `spoiled` must be asked when the step has run."""
-        events: dict[int, list[LoadEvent]] = {}
+        waits: dict[int, list[LayersWait]] = {}
         latest = time.monotonic() + MOST_DEVICE_WAIT_S if self._flags is not None else math.inf
         with self._changed:
             for each in needed:
@@ -167,12 +166,13 @@ class Arrivals:
                     flag_1 = self._next_flag()
                     arriving.await_until(step_id, min(each.deadline, latest), flag_1)
                     for layers in missing:
-                        events.setdefault(layers.start, []).append(self._event(arriving, flag_1, layers))
-        return events
+                        wait = LayersWait(self, arriving, flag_1, layers.stop, self._device)
+                        waits.setdefault(layers.start, []).append(wait)
+        return waits
 
     @property
     def are_missing(self) -> bool:
-        """Whether a step that is being launched waits for what has not come."""
+        """Whether a step that was launched waits for what has not come."""
         with self._changed:
             return any(each.num_layers < self._num_layers for step in self._awaited.values() for _, each in step)
 
@@ -187,6 +187,13 @@ class Arrivals:
                 for slot, arriving in awaited
                 if arriving.is_spoiled
             }
+
+    def settle(self, before: float) -> None:
+        """Blocks until no step before this one waits."""
+        with self._changed:
+            awaited = [each for step_id, step in self._awaited.items() if step_id < before for _, each in step]
+        for arriving in awaited:
+            self.wait(arriving, self._num_layers)
 
     def wait(self, arriving: Arriving, num_layers: int) -> None:
         """Blocks until so many layers are there, or will not come."""
@@ -205,11 +212,6 @@ class Arrivals:
         for arriving in self._by_grant.values():
             if arriving.grant.key == message.key and arriving.grant.source_epoch == message.source_epoch:
                 self._let_go(arriving)
-
-    def _event(self, arriving: Arriving, flag_1: torch.Tensor | None, layers: range) -> LoadEvent:
-        if flag_1 is None or layers.start == 0 or layers.stop == self._num_layers:
-            return _WaitOnHost(self, arriving, layers.stop)
-        return _WaitOnDevice(flag_1, layers.stop, self._device)
 
     def _let_go(self, arriving: Arriving) -> None:
         if arriving.let_go(self._num_layers):

@@ -1,12 +1,14 @@
 """Worker half of the connector: turns a step's metadata into jobs of the transfer thread, from inside the forward pass.
 
-All methods run on the thread that executes steps. Nothing here blocks: on CUDA an event recorded on the current stream
+All methods run on the thread that executes steps. Nothing here blocks but waits for a peer's KV, on CPU or once what
+follows may load a kernel (`settle`): on CUDA an event recorded on the current stream
 travels with each job and the transfer thread's stream waits for it; on CPU a layer is written when its hook runs. What
 is pushed does not change later: blocks are complete, and of a partial last block only its valid slots move.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +18,7 @@ from tandem.engine.scheduling.ports import BetweenLayers
 from tandem.engine.scheduling.step import StepMeta
 from tandem.kv_connector.layouts.layer_groups import push_groups
 from tandem.kv_connector.protocol.jobs import BlockPush, LayerLoad, LoadEvent, StepMoves
+from tandem.kv_connector.transfer.arrivals import LayersWait
 from tandem.kv_connector.transfer.thread import TransferWorker
 
 KEPT_STEPS = 4  # at most two launched steps are unread, so older ones have run
@@ -37,6 +40,9 @@ class ConnectorWorker:
         self._groups = push_groups(len(layer_indices))
         self._written: list[torch.cuda.Event | None] = []  # for the layers of a group that is not complete
         self._load_events: dict[int, list[LoadEvent]] = {}
+        self._arrivals: dict[int, list[LayersWait]] = {}
+        self._waits_on_host = False
+        self._step_id = math.inf  # of the running step, if it has metadata
         self._layer_events: list[torch.cuda.Event | None] = []  # of the running step, as far as its layers have come
         self._steps: OrderedDict[int, list[torch.cuda.Event]] = OrderedDict()  # CUDA: of the last steps with hand-offs
 
@@ -47,16 +53,20 @@ class ConnectorWorker:
     def start_load_kv(self, meta: StepMeta, between_layers: BetweenLayers | None = None) -> None:
         assert self._meta is None, "wait_for_save ends a step before the next one starts"
         assert isinstance(meta, StepMoves), f"no part of this connector made {meta}"
+        self._step_id, self._waits_on_host = meta.step_id, False
         self._start_loads(meta.loads)
-        for layer, events in self._transfer.arrivals.events(meta.step_id, meta.arriving).items():
-            self._load_events.setdefault(layer, []).extend(events)
+        self._arrivals.update(self._transfer.arrivals.waits(meta.step_id, meta.arriving))
         if meta.is_pushed:
             self._meta, self._between_layers = meta, between_layers
             self._queue_whole([push for push in meta.whole if push.step_id < meta.step_id])
 
+    def settle(self) -> None:
+        self._waits_on_host = True
+        self._transfer.arrivals.settle(self._step_id)
+
     def wait_for_kv_layer(self, layer_name: str) -> None:
-        if self._load_events:
-            self._wait_for_loads(self._layer_indices[layer_name])
+        if self._load_events or self._arrivals:
+            self._wait_for_layer(self._layer_indices[layer_name])
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
         if self._meta is None:
@@ -76,9 +86,10 @@ class ConnectorWorker:
             self._push_layer(self._newest_layer, done)
             self._newest_layer = None
         meta, self._meta = self._meta, None
-        for layer in list(self._load_events):  # layers that this step did not run: no load outlives its step
-            self._wait_for_loads(layer)
+        for layer in (*self._load_events, *self._arrivals):  # that this step did not run: no load outlives its step
+            self._wait_for_layer(layer)
         self._transfer.note_step_launched(done)
+        self._step_id = math.inf
         self._written.clear()
         layer_events, self._layer_events = self._layer_events, []
         if self._lags:
@@ -135,9 +146,14 @@ class ConnectorWorker:
             for layer, event in load.start(self._transfer.pool).items():
                 self._load_events.setdefault(layer, []).append(event)
 
-    def _wait_for_loads(self, layer: int) -> None:
+    def _wait_for_layer(self, layer: int) -> None:
         for event in self._load_events.pop(layer, ()):
             event.wait()
+        for arrival in self._arrivals.pop(layer, ()):
+            if self._waits_on_host:
+                arrival.on_host()
+            else:
+                arrival.on_stream()
 
     def _queue_whole(self, pushes: Sequence[BlockPush]) -> None:
         if pushes:

@@ -41,12 +41,16 @@ class RecordingConnector:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.num_settled = 0
 
     def register_kv_cache(self, pool: torch.Tensor) -> None:
         self.calls.append("register")
 
     def start_load_kv(self, meta: StepMeta, between_layers: object) -> None:
         self.calls.append("start")
+
+    def settle(self) -> None:
+        self.num_settled += 1
 
     def wait_for_kv_layer(self, layer_name: str) -> None:
         self.calls.append("wait")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 
 import pytest
 import torch
-from waiting import PATIENCE_S, wait_until
+from waiting import wait_until
 
 from tandem.engine.contracts.keys import AttemptKey
-from tandem.engine.contracts.wire.handoff import KVGrant, KVLayers
 from tandem.kv_connector.protocol.jobs import (
     ArrivingKV,
     BlockPush,
@@ -133,38 +131,21 @@ def test_what_is_written_passes_pushes_of_a_step_that_waits_for_a_peer(make_pair
     arriving = ArrivingKV(awaited.grant_id, 0, time.monotonic() + 60.0)
     worker.start_load_kv(StepMoves(1, (BlockPush(KEY, of_step, (1,), (9,), (64,), 1),), (), (), (arriving,)))
     source.pool[1, :, 0] = 10.0  # loads the kernel: no stream waits yet
-    launched: list[int] = []
-
-    def launch() -> None:
-        for layer in range(8):
-            worker.wait_for_kv_layer(str(layer))
-            source.pool[1, :, layer] = 10.0 + layer
-            worker.save_kv_layer(str(layer), source.pool[:, :, layer], object())
-            launched.append(layer)
-        worker.wait_for_save()
-
-    step = threading.Thread(target=launch, daemon=True)
-    step.start()
+    for layer in range(8):
+        worker.wait_for_kv_layer(str(layer))
+        source.pool[1, :, layer] = 10.0 + layer
+        worker.save_kv_layer(str(layer), source.pool[:, :, layer], object())
+    worker.wait_for_save()
     try:
-        transfer.hear(first_layers_of(awaited, 4))
-        wait_until(lambda: len(launched) == 7, "the layers before the last, for which the host waits")
         transfer.submit(BlockPush(earlier, of_earlier, (3,), (5,), (64,)), waits=False)
         transfer.submit(Finalize(earlier, of_earlier, 0, (3,), 64, 7, ()))
         wait_until(lambda: any(isinstance(event, ReadySent) for event in events), "the end of the earlier hand-off")
         assert not torch.cuda.current_stream().query(), "the step waits"
     finally:
         transfer.arrivals.end(awaited.grant_id)
-    step.join(PATIENCE_S)
     transfer.submit(Finalize(KEY, of_step, 0, (1,), 64, 7, ()))
     wait_until(lambda: sum(isinstance(event, ReadySent) for event in events) == 2, "the end of the step's own")
     torch.cuda.synchronize()
     assert all(bool((sink.pool[9, :, layer] == 10.0 + layer).all()) for layer in range(8))
     assert torch.equal(sink.pool[5].cpu(), source.pool[3].cpu())
     assert transfer.stop(5.0)
-
-
-def first_layers_of(grant: KVGrant, num_layers: int) -> KVLayers:
-    return KVLayers(
-        request_id=grant.request_id, attempt=grant.attempt, grant_id=grant.grant_id, grant_signature=grant.signature,
-        source_epoch=grant.source_epoch, num_layers=num_layers,
-    )  # fmt: skip

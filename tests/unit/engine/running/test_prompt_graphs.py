@@ -3,9 +3,11 @@ the rounding of products of more rows, whatever is in the step."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from handmade_steps import CPU, RecordingConnector, chunk_step, decode_step, make_runner, prompt_step
@@ -13,7 +15,7 @@ from recorded_graphs import NativeCaptured, RecordedGraph, Recorder
 
 from tandem.engine.running.prompt_graphs import PromptGraphs, prompt_graph_sizes
 from tandem.engine.running.runner import ModelRunner
-from tandem.engine.scheduling.step import SchedulerOutput, StepMeta
+from tandem.engine.scheduling.step import BlockCopy, SchedulerOutput, StepMeta
 from tandem.kernels.api import selection
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
@@ -79,6 +81,31 @@ def test_the_connector_sees_each_layer_in_turn(captured: bool) -> None:
     meta = SchedulerOutput(step.step_id, step.rows, step.samples, new_slots=step.new_slots, connector_meta=StepMeta())
     runner.execute(meta)
     assert connector.calls == ["register", "start", *["wait", "save"] * len(runner.model.attention_layers), "saved"]
+
+
+@both_ways
+def test_what_may_load_a_kernel_is_launched_when_no_stream_waits(captured: bool) -> None:
+    """A first step of its size, or with so many wanted tokens, and what has no graph."""
+    connector = RecordingConnector()
+    runner, _, _ = with_graphs(tiny_model("llama"), connector, captured)
+    long, blocks = random_prompt(LARGEST + 1, seed=6), tuple(range(1, 8))
+
+    def settled_by(*steps: SchedulerOutput) -> list[int]:
+        before = [connector.num_settled]
+        for step in steps:
+            runner.execute(step).result()
+            before.append(connector.num_settled)
+        return [after - before for before, after in itertools.pairwise(before)]
+
+    prompts = {1: random_prompt(40, seed=5), 2: random_prompt(30, seed=4)}
+    one, two = ({slot: prompts[slot] for slot in slots} for slots in ((1,), (1, 2)))
+    places = {1: (8, 9, 10), 2: (11, 12, 13)}
+    first, again = (prompt_step(one, places, step_id) for step_id in (0, 1))
+    assert settled_by(first, again) == [1, 0]
+    assert settled_by(prompt_step(two, places, 2), prompt_step(two, places, 3)) == [1, 0], "two wanted tokens"
+    assert settled_by(*(prompt_step({0: long}, {0: blocks}, step_id) for step_id in (4, 5))) == [1, 1], "no graph"
+    copy = BlockCopy(8, 14, 4)
+    assert settled_by(msgspec.structs.replace(again, step_id=6, copies=(copy,))) == [1]
 
 
 def test_a_larger_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,13 +39,13 @@ def waiting(within_s: float = 1e6) -> tuple[Arrivals, Callable[[], None]]:
     """Arrivals for which a step waits, and what waits for all its layers."""
     arrivals = Arrivals(NUM_LAYERS, torch.device("cpu"))
     arrivals.expect(GRANT)
-    events = arrivals.events(STEP, [ArrivingKV(5, SLOT, time.monotonic() + within_s)])
-    assert sorted(events) == [0, 2], "the first of each group that is pushed together"
+    waits = arrivals.waits(STEP, [ArrivingKV(5, SLOT, time.monotonic() + within_s)])
+    assert sorted(waits) == [0, 2], "the first of each group that is pushed together"
 
     def wait() -> None:
         for layer in range(NUM_LAYERS):
-            for event in events.get(layer, ()):
-                event.wait()
+            for each in waits.get(layer, ()):
+                each.on_stream()  # on CPU the host waits
 
     return arrivals, wait
 
@@ -102,7 +102,7 @@ def test_strangers_let_nothing_go() -> None:
 
 def test_a_grant_that_ended_before_the_step_spoils_it() -> None:
     arrivals = Arrivals(NUM_LAYERS, torch.device("cpu"))
-    assert arrivals.events(STEP, [ArrivingKV(5, SLOT, time.monotonic() + 1e6)]) == {}, "nobody waits for it"
+    assert arrivals.waits(STEP, [ArrivingKV(5, SLOT, time.monotonic() + 1e6)]) == {}, "nobody waits for it"
     assert list(arrivals.spoiled(STEP)) == [SLOT]
 
 
@@ -110,10 +110,10 @@ def test_a_step_waits_for_what_has_not_come_when_it_is_launched() -> None:
     arrivals, _ = waiting()
     needed = [ArrivingKV(5, SLOT, time.monotonic() + 1e6)]
     arrivals.hear(layers(2))
-    assert sorted(arrivals.events(STEP + 1, needed)) == [2]
+    assert sorted(arrivals.waits(STEP + 1, needed)) == [2]
     assert arrivals.are_missing
     arrivals.hear(layers(3))
-    assert arrivals.events(STEP + 2, needed) == {}
+    assert arrivals.waits(STEP + 2, needed) == {}
     assert not arrivals.are_missing
     assert [arrivals.spoiled(step) for step in (STEP, STEP + 1, STEP + 2)] == [{}, {}, {}]
 
@@ -125,33 +125,55 @@ def test_what_will_not_come_is_missing_no_more() -> None:
     assert not arrivals.are_missing
 
 
-def test_a_host_waits_for_the_first_and_last_layers_a_device_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[int] = []
-    monkeypatch.setattr(arrivals_of, "wait_for_value", lambda index, stream, address, value: launched.append(value))
+def on_a_device(monkeypatch: pytest.MonkeyPatch, waited: list[int]) -> Arrivals:
+    """Arrivals of 16 layers as on a device, whose streams note in `waited` for how many layers they wait."""
+    monkeypatch.setattr(arrivals_of, "wait_for_value", lambda index, stream, address, value: waited.append(value))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     arrivals = Arrivals(16, torch.device("cpu"))
     arrivals._flags, arrivals._device = torch.zeros(4, dtype=torch.int32), torch.device("cuda", 0)
     arrivals.expect(GRANT)
-    events = arrivals.events(STEP, [ArrivingKV(5, SLOT, time.monotonic() + 1e6)])
+    return arrivals
+
+
+def test_a_stream_waits_for_each_group_of_layers_for_some_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+    arrivals = on_a_device(monkeypatch, waited)
+    for waits in arrivals.waits(STEP, [ArrivingKV(5, SLOT, time.monotonic() + 1e6)]).values():
+        for each in waits:
+            each.on_stream()
+    assert waited == [4, 8, 12, 15, 16], "the last layer goes alone"
+    arrivals.expire(time.monotonic() + arrivals_of.MOST_DEVICE_WAIT_S)
+    assert not arrivals.are_missing
+    assert list(arrivals.spoiled(STEP)) == [SLOT], "long before its own deadline"
+
+
+def test_a_host_waits_for_what_steps_before_wait_for_and_for_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+    arrivals, needed = on_a_device(monkeypatch, waited), [ArrivingKV(5, SLOT, time.monotonic() + 1e6)]
+    first, second = (arrivals.waits(step, needed) for step in (STEP, STEP + 1))
+    for each in (each for waits in first.values() for each in waits):
+        each.on_stream()
+    passed: list[str] = []
 
     def launch() -> None:
-        for layer in sorted(events):
-            for event in events[layer]:
-                event.wait()
+        arrivals.settle(STEP)
+        passed.append("nothing before the first step")
+        second[0][0].on_host()
+        passed.append("layers of the second")
+        arrivals.settle(STEP + 1)
+        passed.append("the first step")
 
     thread = threading.Thread(target=launch, daemon=True)
     thread.start()
-    assert not launched, "the host waits for the first layers"
+    wait_until(lambda: len(passed) == 1)
     arrivals.hear(layers(4))
-    wait_until(lambda: launched == [8, 12, 15])
-    assert thread.is_alive(), "the host waits for the last layer, too"
+    wait_until(lambda: len(passed) == 2)
     assert arrivals.are_missing
-    arrivals.expire(time.monotonic() + arrivals_of.MOST_DEVICE_WAIT_S)
+    assert len(passed) == 2
+    arrivals.hear(layers(16))
     thread.join(PATIENCE_S)
-    assert launched == [8, 12, 15]
-    assert not thread.is_alive()
-    assert not arrivals.are_missing
-    assert list(arrivals.spoiled(STEP)) == [SLOT], "long before its own deadline"
+    assert len(passed) == 3
+    assert arrivals.spoiled(STEP) == arrivals.spoiled(STEP + 1) == {}
 
 
 def test_each_step_that_waits_hears_of_each_layer() -> None:

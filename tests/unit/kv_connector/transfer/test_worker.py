@@ -123,7 +123,7 @@ def test_while_a_step_waits_for_a_peer_nothing_goes_ahead_of_the_device(nodes, c
     written = BlockPush(KEY, sink.grant(source.info, [8]), (3,), (8,), (8,))
     awaited = source.grant(sink.info, [4], open=False)
     transfer.arrivals.expect(awaited)
-    transfer.arrivals.events(5, [ArrivingKV(awaited.grant_id, 0, time.monotonic() + PATIENCE_S)])
+    transfer.arrivals.waits(5, [ArrivingKV(awaited.grant_id, 0, time.monotonic() + PATIENCE_S)])
     transfer.submit(of_step, step)
     transfer.submit(Flush(KEY, of_step.grant))
     transfer.submit(written, waits=False)
