@@ -115,6 +115,7 @@ class EagerSteps:
             except Exception as error:
                 self._faults.on_launch_failure("a prompt's graph", "launching kernel by kernel", error)
         self._settle()
+        self._faults.counters["steps_launched"] += 1
         with set_forward_context(context):
             if media is not None:
                 return self._model(inputs.input_ids_T, inputs.positions_T, wanted, media)

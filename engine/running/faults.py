@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 class StepFaults:
-    """Judges errors of a step: counted where the step can be computed in another way, raised otherwise. In a group
-    there is no other way, since the other ranks compute the step as one, in the old way, and wait for this one's
-    part."""
+    """Keeps a runner's counters, and judges errors of a step: counted where the step can be computed in another way,
+    raised otherwise. In a group there is no other way, since the other ranks compute the step as one, in the old way,
+    and wait for this one's part."""
 
     def __init__(
         self, group: TensorParallel | None, device: torch.device, tell_lost: Callable[[int], None] | None = None
@@ -26,7 +26,7 @@ class StepFaults:
         self._group = group
         self._device = device
         self._tell_lost = tell_lost
-        self.counters = {"steps_out_of_memory": 0}
+        self.counters = {"steps_out_of_memory": 0, "steps_launched": 0}
 
     def on_out_of_memory(self, num_tokens: int, error: torch.OutOfMemoryError) -> None:
         logger.warning("%d tokens at once ran out of memory: %s", num_tokens, error)

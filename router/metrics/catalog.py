@@ -97,6 +97,10 @@ _COUNTERS = {
         "steps_out_of_memory",
         "Steps computed in pieces or given up, since a device had no memory left",
     ),
+    "steps_launched": (
+        "steps_launched",
+        "Passes launched kernel by kernel, for which there is no graph; also at the start",
+    ),
     "attention_fallbacks": (
         "attention_fallbacks",
         "Launches that failed: the next backend, or torch, computed the step",
