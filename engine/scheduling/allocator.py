@@ -63,6 +63,10 @@ class KVAllocator:
         hashes, find = self.reusable_hashes(request), self.pool.find
         return self.block_size * bisect.bisect_left(hashes, True, key=lambda each: find(each) is None)
 
+    def num_left(self, request: Request) -> int:
+        """How many of its tokens are to be computed, as far as is known."""
+        return request.num_uncomputed_tokens - (0 if request.block_ids else self.num_cached_tokens(request))
+
     def reusable_hashes(self, request: Request) -> list[bytes]:
         """Hashes of the blocks that `request` may take from a cache, wherever that is."""
         if not self.pool.enable_caching or not request.prompt.use_prefix_cache or request.needs_prompt_logprobs:

@@ -145,8 +145,10 @@ def test_steps_with_long_prompts_are_cut_to_whole_waves() -> None:
     assert chunks(harness, 3) == [[1, 16], [1, 16], [1, 18]]
     harness.add("c", range(70, 95), max_tokens=1)
     assert chunks(harness, 1) == [[1, 25]]
+    harness.add("d", [*range(20, 40), *range(39, 15, -1)], max_tokens=1)
+    assert chunks(harness, 1) == [[1, 24]], "what is cached is not computed"
     harness.run()
-    for name in "abc":
+    for name in "abcd":
         harness.assert_output(name)
 
 
