@@ -31,7 +31,7 @@ MEDIANS = ("place", "rows", "context", "total", "device", "launch", "cpu")
 def modelled_ms(step: dict[str, Any], costs: CostModel) -> float:
     num_tokens, num_decodes = step["prompt_tokens"], step["rows"] - step["chunks"]
     prompt_s = costs.prompt_s(step["place"] - num_tokens // 2, num_tokens)
-    return 1e3 * costs.step_with(costs.decode_s(num_decodes, step["context"]), prompt_s, num_tokens)
+    return 1e3 * (costs.decode_s(num_decodes, step["context"]) + prompt_s)
 
 
 def report(steps: Iterable[dict[str, Any]]) -> str:

@@ -123,7 +123,9 @@ def _costs(arguments: argparse.Namespace) -> CostModel:
     """The measured costs of one kind of node, with what was measured of another in its place."""
     costs, rate = CostModel(), arguments.prompt_rate
     if rate:
-        costs = replace(costs, prefill_s_per_token=1 / rate, prefill_s_per_token_and_context=1 / rate / 33_000)
+        slower = 1 / rate / costs.prefill_s_per_token
+        attention = costs.prefill_s_per_token_and_context * slower
+        costs = replace(costs, prefill_s_per_token=1 / rate, prefill_s_per_token_and_context=attention)
     return replace(costs, step_s=arguments.step_ms / 1000) if arguments.step_ms else costs
 
 

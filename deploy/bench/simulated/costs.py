@@ -23,14 +23,12 @@ LADDER = (
 
 @dataclass(frozen=True)
 class CostModel:
-    """The costs of a node's work in seconds. The defaults are those of an 8B model in bf16 on one H200:
-    docs/measurements.md."""
+    """The costs of a node's work in seconds. The defaults are those of an 8B model in bf16 on one H200, as steps took
+    in serving: docs/simulator.md#what-steps-take."""
 
-    prefill_s_per_token: float = 1 / 44_000  # without context
-    prefill_s_per_token_and_context: float = 1 / 44_000 / 33_000  # attention is as much again at 33k tokens of context
+    prefill_s_per_token: float = 1 / 52_000  # without context
+    prefill_s_per_token_and_context: float = 0.82e-9  # attention is as much again at 23k tokens of context
     step_s: float = 0.0045  # of a step, whatever is in it: weights are read once
-    launch_s: float = 0.033  # least of a step with more prompt tokens than `replayed`: launched layer by layer
-    replayed: int = 512  # prompt tokens up to which a step replays the graph of its decodes
     sequence_s: float = 25e-6  # of a step, for each sequence that decodes
     context_s_per_token: float = 31e-9  # of a step, for each token of context that decodes attend to
     host_s_per_token: float = 2.6e-6  # a hit in host memory, brought back
@@ -51,11 +49,6 @@ class CostModel:
         """Seconds of a step of decodes alone, which attend to `context` tokens together."""
         return self.step_s + num_sequences * self.sequence_s + context * self.context_s_per_token
 
-    def step_with(self, decode_s: float, prompt_s: float, num_prompt_tokens: int) -> float:
-        """Seconds of a step of decodes and prompt work."""
-        least = self.launch_s if num_prompt_tokens > self.replayed else 0.0
-        return max(least, decode_s + prompt_s)
-
     def lag_s(self, begin: int, num_tokens: int) -> float:
         """Seconds by which the chunk after this one ends later, if another node computes it at the same time."""
         layer_s = self.prompt_s(begin, num_tokens) / self.num_layers
@@ -63,4 +56,4 @@ class CostModel:
 
     def table(self, ladder: Iterable[int] = LADDER) -> dict[int, float]:
         """What a node would measure at its start: seconds of a step by its tokens."""
-        return {num: self.step_with(self.step_s, self.prompt_s(0, num), num) for num in ladder}
+        return {num: self.step_s + self.prompt_s(0, num) for num in ladder}

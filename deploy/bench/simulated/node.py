@@ -259,7 +259,7 @@ class SimulatedNode:
                 job.has_claimed = True
                 self._claim(job, now)
         self._ending, self._has_prompts = work.ended, (rows, work.num_tokens)
-        step_s = self._costs.step_with(step_s, work.seconds, work.num_tokens)
+        step_s += work.seconds
         self.busy_s += step_s
         self.prefill_s += work.seconds
         self.next_at = now + step_s
