@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -79,11 +80,20 @@ _decode_pool_file: WireDecoder[PoolFile] = WireDecoder(PoolFile)
 
 
 def send(sockets: Iterable[socket.socket], message: RankSetup | PoolFile | Command | AdapterRead) -> None:
-    """Sends a message to all `sockets`. Raises OSError when one is gone."""
+    """Sends a message to all `sockets`. Raises OSError when one is gone, or takes nothing for too long."""
     body = _encoder.encode(message)
     data = len(body).to_bytes(LENGTH_BYTES, "little") + body
     for end in sockets:
-        end.sendall(data)
+        try:
+            end.sendall(data)
+        except BlockingIOError:
+            raise TimeoutError("a rank has stopped reading what it is told") from None
+
+
+def limit_sends(end: socket.socket, within_s: float) -> None:
+    """Lets no send on this socket wait longer for its reader; receiving waits as ever."""
+    seconds, rest = divmod(within_s, 1)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(seconds), int(rest * 1e6)))
 
 
 def receive_setup(end: socket.socket) -> RankSetup | None:

@@ -30,7 +30,7 @@ from tandem.engine.parallel.group import STUCK_S, Membership
 from tandem.engine.parallel.sharding import Shard
 from tandem.engine.process.watched import end_process
 from tandem.engine.scheduling.step import SchedulerOutput
-from tandem.node.ranks.channel import Command, PoolFile, RankSetup, Verb, as_announced, send
+from tandem.node.ranks.channel import Command, PoolFile, RankSetup, Verb, as_announced, limit_sends, send
 from tandem.node.ranks.lost_steps import LostSteps
 from tandem.node.ranks.rank_adapters import AdapterLeader
 
@@ -143,6 +143,7 @@ class Ranks:
 
     def _start(self, setup: RankSetup) -> None:
         ours, theirs = socket.socketpair()
+        limit_sends(ours, STUCK_S)
         with theirs:
             command = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), str(os.getpid())]
             fds = [theirs.fileno(), setup.lost_fd]

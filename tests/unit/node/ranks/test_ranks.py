@@ -30,7 +30,7 @@ from tandem.engine.scheduling.step import (
 )
 from tandem.kv_connector.protocol.jobs import StepMoves
 from tandem.node.ranks import leader as ranks_module
-from tandem.node.ranks.channel import Command, as_announced, receive_command, send
+from tandem.node.ranks.channel import Command, as_announced, limit_sends, receive_command, send
 from tandem.node.ranks.leader import Ranks, start_ranks
 from tiny_models import tiny_model
 
@@ -95,6 +95,18 @@ def test_sizes_that_cannot_be_are_refused_before_a_process_starts() -> None:
         start_ranks(options_of(0))
     with pytest.raises(ConfigError, match="does not divide"):
         start_ranks(options_of(3))
+
+
+def test_a_rank_that_reads_nothing_holds_nobody_up() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        limit_sends(ours, 0.05)
+        send([ours], Command("read"))
+        assert receive_command(theirs) == Command("read")
+        prompt = np.zeros(1 << 24, np.int32)  # more than a socket holds
+        step = SchedulerOutput(0, (), (), new_slots=(NewSlot(0, prompt, 1, (), SamplingParams(), 0),))
+        with pytest.raises(TimeoutError, match="stopped reading"):
+            send([ours], Command("step", step))
 
 
 def test_a_step_arrives_as_it_was_sent() -> None:
