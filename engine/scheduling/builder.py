@@ -28,6 +28,7 @@ class StepBookings:
     is_mixed: bool = False  # prompt work beside decodes
     num_prompt_tokens: int = 0
     prompts: list[tuple[Request, int]] = field(default_factory=list)  # with their tokens in the step
+    may_wait: bool = False  # for other nodes: how long it takes says little of this one (docs/simulator.md#chunks)
 
 
 class StepBuilder:

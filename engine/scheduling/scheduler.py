@@ -79,6 +79,7 @@ class Scheduler:
         launched.is_mixed, launched.prompts = 0 < len(prompts) < len(plan.rows), prompts
         launched.num_prompt_tokens = sum(num for _, num in prompts)
         self.state.prompt_order.launched(prompts)
+        launched.may_wait = any(request.has_help for request, _ in prompts)
         self.state.clock.launched(step_id, output.num_tokens, launched.num_prompt_tokens)
         meta = None if self.state.connector is None else self.state.connector.build_connector_meta(output)
         meta = self.state.shares.step_meta(step_id, self.state.tiers.step_meta(step_id, meta))
@@ -112,8 +113,8 @@ class Scheduler:
         seconds = self.state.clock.completed(output.step_id)
         token_ids = result.token_ids.tolist()
         runs = self._judge(output, launched, token_ids if result.failure is None else [])
-        self.work.observed(output, launched.num_prompt_tokens, seconds)
-        if self.state.step_times.are_measured and launched.is_mixed:
+        self.work.observed(output, launched.num_prompt_tokens, seconds, launched.may_wait)
+        if self.state.step_times.are_measured and launched.is_mixed and not launched.may_wait:
             self.state.step_times.observed(output.num_tokens, seconds)
         if result.failure is not None:
             return self._give_up(output, launched, result.failure)

@@ -81,6 +81,7 @@ class SimulatedNode:
         self._prompts = Prompts(node_id, role, costs, self.cache, self._clock, options)
         self._ending: list[Job] = []  # prompts that the step under way completes
         self._has_prompts: tuple[int, int] | None = None  # that step's sequences and prompt tokens
+        self._may_wait = False  # whether it is also for other nodes
         self._decoding: list[tuple[int, int, Job]] = []  # heap by the step that makes the last token
         self._resuming: list[Job] = []  # handed over, without a slot
         self._steps = StepCount()
@@ -181,7 +182,9 @@ class SimulatedNode:
         self._context += max(1, num_steps) * len(self._decoding)
         if self._has_prompts is not None:
             num_rows, num_tokens = self._has_prompts
-            self._times.observed(num_rows + num_tokens, self._clock.completed(self._steps.num))
+            seconds = self._clock.completed(self._steps.num)
+            if not self._may_wait:
+                self._times.observed(num_rows + num_tokens, seconds)
             self._has_prompts = None
         while self._decoding and self._decoding[0][0] <= self._steps.num:
             job = heapq.heappop(self._decoding)[2]
@@ -252,6 +255,7 @@ class SimulatedNode:
             return
         self._run = now, 0.0, 0
         self._budget.had()
+        self._may_wait = any(job.has_help for job, _ in work.chunks)
         self._clock.launched(self._steps.num + 1, rows + work.num_tokens, work.num_tokens)
         self.link.pushed_with(work, now)
         for job in work.begun:

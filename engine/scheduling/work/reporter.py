@@ -30,8 +30,9 @@ class WorkReporter:
         self._num_steps = 0
         self._worked_s, self._worked_at = 0.0, 0.0  # seconds spent on prompts, old ones fading; as of when
 
-    def observed(self, output: SchedulerOutput, num_prompt_tokens: int, seconds: float) -> None:
-        """Learns from a step that took `seconds`, of whose rows' tokens `num_prompt_tokens` are prompt work."""
+    def observed(self, output: SchedulerOutput, num_prompt_tokens: int, seconds: float, may_wait: bool = False) -> None:
+        """Learns from a step that took `seconds`, of whose rows' tokens `num_prompt_tokens` are prompt work, and which
+        perhaps waited for other nodes."""
         if not isinstance(self._state.prompt_order, SlackOrder):
             return  # nobody is told
         self._num_steps += 1
@@ -44,7 +45,7 @@ class WorkReporter:
         if seconds <= 0:
             return
         self._worked_s, self._worked_at = self._worked_lately() + seconds, self._state.clock.now()
-        if num_prompt_tokens >= min(MEASURED_TOKENS, self._state.options.max_num_batched_tokens // 2):
+        if not may_wait and num_prompt_tokens >= min(MEASURED_TOKENS, self._state.options.max_num_batched_tokens // 2):
             behind = sum(row.num_tokens * (row.start + row.num_tokens / 2) for row in output.rows if row.num_tokens > 1)
             self._prompts.measured(behind / num_prompt_tokens, seconds / num_prompt_tokens)
 

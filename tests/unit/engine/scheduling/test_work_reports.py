@@ -8,6 +8,8 @@ from timed_device import STEP_S, TOKEN_S, Device
 
 from tandem.engine.contracts.wire.parts import Targets
 from tandem.engine.contracts.wire.work import MOST_PROMPTS, NodeReport
+from tandem.engine.scheduling.ports import NoShares
+from tandem.engine.scheduling.request import Request, RequestState
 from tandem.engine.scheduling.work.trend import Trend
 
 PROMPT = list(range(10, 50))
@@ -71,6 +73,34 @@ def test_what_a_prompt_takes_is_learned_beside_streams_too() -> None:
     device.harness.add("prompt", PROMPT, max_tokens=1)
     device.step()
     assert report(device).least_s_per_token == pytest.approx(TOKEN_S, rel=0.1)
+
+
+class AllChunksHere(NoShares):
+    """Of a prompt that others help with, which begins alone."""
+
+    def next_part(self, request: Request, room: int) -> tuple[int, int]:
+        return request.num_computed_tokens, request.num_launched_tokens
+
+
+def test_a_step_that_waits_for_other_nodes_teaches_nothing() -> None:
+    """It takes as long as theirs."""
+    device = Device()
+    device.state.shares = AllChunksHere()
+    device.harness.add("stream", [1, 2, 3], max_tokens=60)
+    for _ in range(20):
+        device.step()
+
+    def compute(name: str, num_nodes: int) -> tuple[float, float]:
+        request = device.harness.add(name, range(ord(name), ord(name) + 40), max_tokens=1)
+        request.get_help(num_nodes)
+        while request.state is not RequestState.FINISHED:
+            device.step()
+        return report(device).least_s_per_token, device.state.step_times.seconds(32)
+
+    known = compute("a", 1)
+    device.launch_s = 0.08  # of prompt work, some 0.05 before
+    assert compute("b", 2) == known
+    assert all(learned > before for learned, before in zip(compute("c", 1), known, strict=True))
 
 
 def test_a_node_without_deadlines_tells_nothing() -> None:
