@@ -164,6 +164,7 @@ class EagerSteps:
             hooks = self._connector if output.connector_meta is not None else None
             hidden_NH = self._compute_piece(pieces[0], output, step, hooks)
         else:
+            self._settle()  # before its own waits: what follows them is launched
             self._wait_for_layers(output)
             parts = [self._compute_piece(piece, output, step) for piece in pieces]
             self._save_layers(output)

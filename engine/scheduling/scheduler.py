@@ -78,8 +78,8 @@ class Scheduler:
         prompts = [(request, row.num_tokens) for request, row in plan.rows.items() if row.is_prompt]
         launched.is_mixed, launched.prompts = 0 < len(prompts) < len(plan.rows), prompts
         launched.num_prompt_tokens = sum(num for _, num in prompts)
-        self.state.prompt_order.launched(prompts)
         launched.may_wait = any(request.has_help for request, _ in prompts)
+        self.state.prompt_order.launched(prompts)
         self.state.clock.launched(step_id, output.num_tokens, launched.num_prompt_tokens)
         meta = None if self.state.connector is None else self.state.connector.build_connector_meta(output)
         meta = self.state.shares.step_meta(step_id, self.state.tiers.step_meta(step_id, meta))

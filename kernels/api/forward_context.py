@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class LayerHooks(Protocol):
-    """Called by `unified_attention` around each layer. Both only enqueue work on streams; they never block the host."""
+    """Called by `unified_attention` around each layer. Both enqueue work on streams; the first may wait on the host."""
 
     def wait_for_kv_layer(self, layer_name: str) -> None:
-        """Enqueues, before the layer touches its KV, a wait for loads of that layer that are under way."""
+        """Enqueues, before the layer touches its KV, a wait for loads of that layer that are under way, or waits until
+        they are over."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any) -> None:
         """Enqueues, after the layer wrote its KV, the push of `kv_layer`'s new tokens."""

@@ -25,8 +25,8 @@ from tandem.kv_connector.layouts.layer_groups import push_groups
 from tandem.kv_connector.protocol.jobs import ArrivingKV
 
 MAX_FLAGS = 4096  # steps at a time that may wait; a guess
-# On CPU, for one layer, at most: meanwhile the node does nothing else, so it can't even say that something of its own
-# has failed, and the one that it waits for may wait for that. A guess.
+# Of a host, for one layer, at most: meanwhile the node does nothing else, so it can't even say that something of its
+# own has failed, and the one that it waits for may wait for that. A guess.
 MOST_HOST_WAIT_S = 10.0
 # On a device, of a step for all that it needs: what that waits for has begun, and takes a tenth of a second. A guess,
 # below the time after which routers take a node that doesn't answer for lost.

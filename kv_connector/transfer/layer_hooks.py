@@ -1,9 +1,9 @@
 """Worker half of the connector: turns a step's metadata into jobs of the transfer thread, from inside the forward pass.
 
 All methods run on the thread that executes steps. Nothing here blocks but waits for a peer's KV, on CPU or once what
-follows may load a kernel (`settle`): on CUDA an event recorded on the current stream
-travels with each job and the transfer thread's stream waits for it; on CPU a layer is written when its hook runs. What
-is pushed does not change later: blocks are complete, and of a partial last block only its valid slots move.
+follows may load a kernel (`settle`): on CUDA an event recorded on the current stream travels with each job and the
+transfer thread's stream waits for it; on CPU a layer is written when its hook runs. What is pushed does not change
+later: blocks are complete, and of a partial last block only its valid slots move.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -92,6 +92,24 @@ def test_the_connector_sees_a_step_in_pieces_once() -> None:
     connector.calls.clear()
     runner.execute(msgspec.structs.replace(prompt_step(PROMPTS, BLOCKS), connector_meta=StepMeta()))
     assert connector.calls == ["start", *["wait"] * num_layers, *["save"] * num_layers, "saved"]
+
+
+def test_a_step_in_pieces_that_had_a_graph_waits_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pieces may load kernels, so no stream waits meanwhile."""
+    connector = RecordingConnector()
+    runner, _ = small_runner(30, connector=connector)
+    first = runner._eager._compute_piece
+
+    def without_memory(*args: Any) -> torch.Tensor:
+        monkeypatch.setattr(runner._eager, "_compute_piece", first)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(runner._eager, "_compute_piece", without_memory)
+    settled: list[int] = []
+    monkeypatch.setattr(connector, "wait_for_kv_layer", lambda layer: settled.append(connector.num_settled))
+    runner.execute(msgspec.structs.replace(prompt_step(PROMPTS, BLOCKS), connector_meta=StepMeta()))
+    assert settled
+    assert settled[0] > 0
 
 
 def test_a_device_without_any_memory_ends_the_step_and_not_the_runner() -> None:
