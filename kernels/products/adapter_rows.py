@@ -1,6 +1,6 @@
 """Adapters in their slots, and which rows of a step take which: what kernels/products/adapters.py multiplies by.
 
-T rows, K inputs, N outputs, R rank (padded to a power of two, 16 or more), P parts: projections merged into one matrix
+T rows, K inputs, N outputs, R rank (padded to a power of two, 8 or more), P parts: projections merged into one matrix
 (q, k, v; gate, up), each with an A of its own.
 """
 
@@ -13,7 +13,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-LEAST_RANK = 16  # tl.dot's smallest inner dimension
+LEAST_RANK = 8  # of 16 bits what a thread loads at once
 TILE_ROWS = 64  # of a tile of prompts; a guess
 
 

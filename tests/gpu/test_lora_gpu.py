@@ -24,7 +24,7 @@ from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.step_inputs import adapter_rows
 from tandem.engine.scheduling.step import AdapterLoad, SampleRow, ScheduledRow, SchedulerOutput
 from tandem.kernels.products import matmul
-from tandem.kernels.products.adapter_rows import AdapterRows, AdapterStack, UnaddedProduct
+from tandem.kernels.products.adapter_rows import AdapterRows, AdapterStack, UnaddedProduct, padded_rank
 from tandem.kernels.products.adapters import (
     added,
     expand,
@@ -48,7 +48,7 @@ CUDA = torch.device("cuda", 0)
 @pytest.mark.parametrize("lengths", [[1] * 64, [1, 1, 700, 35]])
 def test_products(lengths: list[int], rank: int, parts: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    padded, slots, num_rows = max(16, rank), 9, sum(lengths)
+    padded, slots, num_rows = padded_rank(rank), 9, sum(lengths)
     a = (torch.randn(slots, len(parts) * padded, size, device=CUDA) / size**0.5).to(dtype)
     b = (torch.randn(slots, sum(parts), padded, device=CUDA) / rank**0.5).to(dtype)
     stack = AdapterStack(a, b, torch.full((slots, len(parts)), rank, dtype=torch.int32, device=CUDA), parts)
@@ -82,7 +82,7 @@ def test_products(lengths: list[int], rank: int, parts: tuple[int, ...], size: i
 def test_what_a_row_gets_does_not_depend_on_the_rows_beside_it(rank: int) -> None:
     """A row whose tile takes one adapter, and the same row among others, of a batch of other size, too."""
     torch.manual_seed(rank)
-    padded, size, inner = max(16, rank), 4096, 14336
+    padded, size, inner = padded_rank(rank), 4096, 14336
     a, b = (torch.randn(9, *shape, device=CUDA).bfloat16() for shape in ((2 * padded, size), (2 * inner, padded)))
     stack = AdapterStack(0.02 * a, b, torch.full((9, 2), rank, dtype=torch.int32, device=CUDA), (inner, inner))
     x, gate_up = (torch.randn(64, columns, device=CUDA).bfloat16() for columns in (size, 2 * inner))
@@ -109,7 +109,8 @@ def test_a_norm_and_a_rotation_add_what_expand_adds(rank: int, dtype: torch.dtyp
     table, positions = torch.rand(64, 128, device=CUDA), torch.arange(64, device=CUDA)
 
     def product_of(parts: tuple[int, ...]) -> tuple[UnaddedProduct, torch.Tensor]:
-        a, b = torch.randn(9, 16 * len(parts), 4096, device=CUDA) / 64, torch.randn(9, sum(parts), 16, device=CUDA) / 4
+        a = torch.randn(9, padded_rank(rank) * len(parts), 4096, device=CUDA) / 64
+        b = torch.randn(9, sum(parts), padded_rank(rank), device=CUDA) / 4
         ranks = torch.full((9, len(parts)), rank, dtype=torch.int32, device=CUDA)
         ranks[4, 0] = 0  # an adapter that leaves a part alone
         stack = AdapterStack(a.to(dtype), b.to(dtype), ranks, parts)

@@ -29,6 +29,12 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "expand": (rows.expand_rows_kernel, {**QKV, "BLOCK_N": 128}),
     "expand-256": (rows.expand_rows_kernel, {**QKV, "LANES": 768, "RANK": 256, "BLOCK_N": 16}),
+    "shrink-8": (rows.shrink_rows_kernel, {"SIZE": 4096, "LANES": 24, "RANK": 8, "BLOCK_K": launch.BLOCK_K}),
+    "expand-silu-8": (rows.expand_silu_rows_kernel, {"SIZE": 14336, "GROUP": 8, "RANK": 8, "BLOCK_N": 128}),
+    "prompts-expand-8": (
+        tiles.expand_tiles_kernel,
+        {**BOTH, "GROUP": 8, "LANES": 16, "RANK": 8, "BLOCK_N": 128},
+    ),
     "expand-silu": (rows.expand_silu_rows_kernel, {"SIZE": 14336, "GROUP": 8, "RANK": 16, "BLOCK_N": 128}),
     "expand-silu-64": (rows.expand_silu_rows_kernel, {"SIZE": 14336, "GROUP": 8, "RANK": 64, "BLOCK_N": 32}),
     "prompts-shrink": (tiles.shrink_tiles_kernel, {"SIZE": 4096, "LANES": 48, "RANK": 16, "BLOCK_K": 64}),
@@ -41,7 +47,15 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 # The large ones of each kernel are compiled for one generation, the small ones for both; `make soak` compiles the rest.
-LARGE = ("shrink-256", "expand-256", "expand-silu-64", "prompts-expand-64")
+LARGE = (
+    "shrink-8",
+    "expand-silu-8",
+    "prompts-expand-8",
+    "shrink-256",
+    "expand-256",
+    "expand-silu-64",
+    "prompts-expand-64",
+)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +78,8 @@ def test_compiles(case: str, capability: int) -> None:
         "BLOCK_M": 64,
         "TILE": launch.SILU_TILE,
     }
-    constants["CHUNK"] = 64 if takes_tiles else launch.CHUNK
+    constants["CHUNK"] = 64 if takes_tiles else min(launch.CHUNK, fixed["RANK"])
+    constants["INNER"] = max(launch.LEAST_INNER, fixed["RANK"])
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     constants["PDL"] = capability >= 90
     if "BESIDE" in kernel.arg_names:

@@ -23,10 +23,11 @@ from tandem.kernels.triton_kernels.common import cdiv, next_power_of_2, overlap
 PLACES, SPLIT_LANES, WORDS_OF_B, BLOCK_K, LEAST_INPUTS = 2, 128, 4096, 512, 512
 SHRINK_WARPS = 4
 SILU_TILE, SILU_WORDS, SILU_WARPS = 8, 2048, 4
-CHUNK = 16  # lanes of a program; a guess
+CHUNK = 16  # lanes of a program at most, of one part; a guess
 # Of prompts, guesses too.
 TILE_K, TILE_LANES, TILE_SPLITS, WORDS_OF_TILE = 64, 64, 4, 4096
 NEVER = 1 << 30
+LEAST_INNER = 16  # of tl.dot
 
 
 def num_splits(lanes: int, num_inputs: int) -> int:
@@ -42,12 +43,13 @@ def shrink_triton(x_TK: torch.Tensor, stack: AdapterStack, rows: AdapterRows, *,
     strides = x_TK.stride(0), a.stride(0), ranks.stride(0), num_rows
     common = {"SIZE": size, "LANES": lanes, "RANK": stack.rank, "SPLITS": splits, **overlap(x_TK.device)}
     if rows.tiles is None:
-        shrink_rows_kernel[(cdiv(num_rows, PLACES), lanes // CHUNK, splits)](
+        chunk = min(CHUNK, stack.rank)
+        shrink_rows_kernel[(cdiv(num_rows, PLACES), lanes // chunk, splits)](
             x_TK, a, ranks, rows.order, rows.slots, low, *strides,
-            PLACES=PLACES, CHUNK=CHUNK, BLOCK_K=BLOCK_K, BESIDE=beside, num_warps=SHRINK_WARPS, num_stages=1, **common,
+            PLACES=PLACES, CHUNK=chunk, BLOCK_K=BLOCK_K, BESIDE=beside, num_warps=SHRINK_WARPS, num_stages=1, **common,
         )  # fmt: skip
     elif len(rows.tiles):
-        chunk = min(TILE_LANES, next_power_of_2(lanes))
+        chunk = max(LEAST_INNER, min(TILE_LANES, next_power_of_2(lanes)))
         shrink_tiles_kernel[(len(rows.tiles), cdiv(lanes, chunk), splits)](
             x_TK, a, ranks, rows.order, rows.tiles, low, *strides,
             CHUNK=chunk, BLOCK_M=TILE_ROWS, BLOCK_K=TILE_K, num_warps=4, **common,
@@ -81,8 +83,9 @@ def expand_triton(
         )  # fmt: skip
     elif len(tiles):
         expand_tiles_kernel[(len(tiles), sum(blocks))](
-            low, b, ranks, rows.order, tiles, out_TN, *strides, GROUP=group, BLOCK_M=TILE_ROWS, **common
-        )
+            low, b, ranks, rows.order, tiles, out_TN, *strides,
+            GROUP=group, INNER=max(LEAST_INNER, stack.rank), BLOCK_M=TILE_ROWS, **common,
+        )  # fmt: skip
 
 
 def expand_silu_mul_triton(
@@ -99,7 +102,7 @@ def expand_silu_mul_triton(
         low, b, ranks, rows.order, rows.slots, gate_up_TG, out,
         b.stride(0), ranks.stride(0), gate_up_TG.stride(0), num_rows,
         SIZE=both // 2, GROUP=group or both // 2, SPLITS_PAD=next_power_of_2(low.shape[0]),
-        TILE=SILU_TILE, num_warps=SILU_WARPS, num_stages=1, **constants,
+        INNER=max(LEAST_INNER, stack.rank), TILE=SILU_TILE, num_warps=SILU_WARPS, num_stages=1, **constants,
     )  # fmt: skip
     return out
 

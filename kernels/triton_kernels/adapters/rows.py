@@ -86,13 +86,13 @@ def rows_of_b(b, slot, rank, outputs, inside, b_slot, RANK: tl.constexpr):
 @triton.jit
 def sum_of(
     low, places, part, rank, num_rows,
-    LANES: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    LANES: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [places, RANK]: the sum of the splits; zeros where there is no adapter."""
-    split = tl.arange(0, SPLITS_PAD)
+    """fp32 [places, INNER]: the sum of the splits; zeros where there is no adapter, and beyond RANK."""
+    split, inner = tl.arange(0, SPLITS_PAD), tl.arange(0, INNER)
     at = (split[:, None] * num_rows + places[None, :]) * LANES + part * RANK
-    mask = (split < SPLITS)[:, None] & (rank > 0)[None, :]
-    return tl.sum(tl.load(low + at[:, :, None] + tl.arange(0, RANK)[None, None, :], mask[:, :, None], 0.0), 0)
+    mask = ((split < SPLITS)[:, None] & (rank > 0)[None, :])[:, :, None] & (inner < RANK)[None, None, :]
+    return tl.sum(tl.load(low + at[:, :, None] + inner[None, None, :], mask, 0.0), 0)
 
 
 @triton.jit
@@ -150,17 +150,20 @@ def expand_rows_kernel(
     wait(PDL)
     at, mask = out + (rows * out_row)[:, None] + outputs[None, :], (rank > 0)[:, None] & (outputs < stop)[None, :]
     old = tl.load(at, mask, 0.0).to(tl.float32)
-    added = times(matrix, sum_of(low, places, part, rank, num_rows, LANES, RANK, SPLITS, SPLITS_PAD))
+    added = times(matrix, sum_of(low, places, part, rank, num_rows, LANES, RANK, SPLITS, SPLITS_PAD, RANK))
     tl.store(at, (old + added).to(out.dtype.element_ty), mask)
 
 
 @triton.jit
-def _gate_and_up(b, ranks, slot, columns, b_slot, rank_slot, SIZE: tl.constexpr, RANK: tl.constexpr):
-    """B of gate and of up [outputs, RANK] of the adapter in a slot; zeros where there is none."""
+def _gate_and_up(
+    b, ranks, slot, columns, b_slot, rank_slot, SIZE: tl.constexpr, RANK: tl.constexpr, INNER: tl.constexpr
+):
+    """B of gate and of up [outputs, INNER] of the adapter in a slot; zeros where there is none, and beyond RANK."""
     gate_rank = tl.load(ranks + (slot - 1) * rank_slot, (slot > 0) & (slot < NO_SLOT), 0)
     up_rank = tl.load(ranks + (slot - 1) * rank_slot + 1, (slot > 0) & (slot < NO_SLOT), 0)
-    at = b + (slot - 1) * b_slot + (columns * RANK)[:, None] + tl.arange(0, RANK)[None, :]
-    inside = (columns < SIZE)[:, None]
+    inner = tl.arange(0, INNER)[None, :]
+    at = b + (slot - 1) * b_slot + (columns * RANK)[:, None] + inner
+    inside = (columns < SIZE)[:, None] & (inner < RANK)
     of_gate = tl.load(at, (gate_rank > 0) & inside, 0.0)
     return of_gate, tl.load(at + SIZE * RANK, (up_rank > 0) & inside, 0.0)
 
@@ -189,6 +192,7 @@ def expand_silu_rows_kernel(
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
+    INNER: tl.constexpr,  # RANK, or what tl.dot takes at least
     TILE: tl.constexpr,  # places of a program
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
@@ -204,16 +208,18 @@ def expand_silu_rows_kernel(
     gate_rank = tl.load(ranks + (slot - 1) * rank_slot, slot > 0, 0)
     up_rank = tl.load(ranks + (slot - 1) * rank_slot + 1, slot > 0, 0)
     current = _next_slot(slot, 0)
-    of_gate, of_up = _gate_and_up(b, ranks, current, columns, b_slot, rank_slot, SIZE, RANK)
+    of_gate, of_up = _gate_and_up(b, ranks, current, columns, b_slot, rank_slot, SIZE, RANK, INNER)
     wait(PDL)
     at = gate_up + (rows * row)[:, None] + (columns // GROUP * (2 * GROUP) + columns % GROUP)[None, :]
     gate, up = tl.load(at, mask, 0.0), tl.load(at + GROUP, mask, 0.0)
-    gate_low = sum_of(low, place, 0, gate_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD).to(b.dtype.element_ty)
-    up_low = sum_of(low, place, 1, up_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD).to(b.dtype.element_ty)
+    gate_low = sum_of(low, place, 0, gate_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD, INNER).to(
+        b.dtype.element_ty
+    )
+    up_low = sum_of(low, place, 1, up_rank, num_rows, 2 * RANK, RANK, SPLITS, SPLITS_PAD, INNER).to(b.dtype.element_ty)
     gate_added, up_added = tl.zeros([BLOCK_N, TILE], tl.float32), tl.zeros([BLOCK_N, TILE], tl.float32)
     while current < NO_SLOT:
         following = _next_slot(slot, current)
-        next_of_gate, next_of_up = _gate_and_up(b, ranks, following, columns, b_slot, rank_slot, SIZE, RANK)
+        next_of_gate, next_of_up = _gate_and_up(b, ranks, following, columns, b_slot, rank_slot, SIZE, RANK, INNER)
         is_its = (slot == current)[None, :]
         gate_added = tl.where(is_its, dot(of_gate, tl.trans(gate_low)), gate_added)
         up_added = tl.where(is_its, dot(of_up, tl.trans(up_low)), up_added)

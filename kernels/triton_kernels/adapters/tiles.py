@@ -73,6 +73,7 @@ def expand_tiles_kernel(
     GROUP: tl.constexpr,  # > 0: outputs of the two parts take turns, GROUP of each (group_gate_up)
     LANES: tl.constexpr,
     RANK: tl.constexpr,
+    INNER: tl.constexpr,  # RANK, or what tl.dot takes at least
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -85,15 +86,17 @@ def expand_tiles_kernel(
     slot = tl.load(tiles + 3 * tile + 2).to(tl.int64) - 1
     rank = tl.load(ranks + slot * rank_slot + part)
     if rank > 0:
-        first, places, inner = tl.load(tiles + 3 * tile).to(tl.int64), tl.arange(0, BLOCK_M), tl.arange(0, RANK)
+        first, places, inner = tl.load(tiles + 3 * tile).to(tl.int64), tl.arange(0, BLOCK_M), tl.arange(0, INNER)
         row_mask = places < tl.load(tiles + 3 * tile + 1)
         rows = tl.load(order + first + places, row_mask, 0).to(tl.int64)
-        total = tl.zeros([BLOCK_M, RANK], tl.float32)
+        total, is_lane = tl.zeros([BLOCK_M, INNER], tl.float32), inner < RANK
         for split in tl.static_range(SPLITS):
             place = ((first * 0 + split) * num_rows + first + places) * LANES + part * RANK
-            total += tl.load(low + place[:, None] + inner[None, :], row_mask[:, None], 0.0)
+            total += tl.load(low + place[:, None] + inner[None, :], row_mask[:, None] & is_lane[None, :], 0.0)
         inside = outputs < stop
-        matrix = tl.load(b + slot * b_slot + outputs[None, :] * RANK + inner[:, None], inside[None, :], 0.0)
+        matrix = tl.load(
+            b + slot * b_slot + outputs[None, :] * RANK + inner[:, None], inside[None, :] & is_lane[:, None], 0.0
+        )
         added = dot(total.to(b.dtype.element_ty), matrix)
         columns = outputs
         if GROUP > 0:

@@ -53,7 +53,7 @@ def rms_norm_kernel(
         rank = tl.load(ranks + (slot - 1) * RANK_SLOT, slot > 0, 0)
         matrix = rows_of_b(b, slot, rank, columns, mask, B_SLOT, RANK)
         wait(PDL)
-        added = times(matrix, sum_of(low, place, 0, rank, tl.num_programs(0), RANK, RANK, SPLITS, SPLITS_PAD))
+        added = times(matrix, sum_of(low, place, 0, rank, tl.num_programs(0), RANK, RANK, SPLITS, SPLITS_PAD, RANK))
         added = tl.sum(added, 0)
     else:
         begin(PDL)

@@ -61,7 +61,7 @@ def _plus(
     RANK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
     """values [heads, columns] plus low B^T, rounded as a product's output is."""
-    row = sum_of(low, place, part, rank, tl.num_programs(0), 3 * RANK, RANK, SPLITS, SPLITS_PAD)
+    row = sum_of(low, place, part, rank, tl.num_programs(0), 3 * RANK, RANK, SPLITS, SPLITS_PAD, RANK)
     added = times(matrix, row).reshape(values.shape[0], values.shape[1])
     return (values.to(tl.float32) + added).to(dtype)
 
