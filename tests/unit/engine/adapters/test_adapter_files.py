@@ -130,7 +130,7 @@ def test_scaling_is_in_b(good: Path, tmp_path: Path, use_rslora: bool, scaling: 
     whole, adapter = loader(), loader().load(str(folder))
     stored = load_file(folder / "adapter_model.safetensors")
     (place,) = [p for p in whole.layout.projections if p.site.name == "layers.1.mlp.down_proj"]
-    b = adapter.words[place.b_start : place.end].view(64, 16)
+    b = adapter.words[place.b_start : place.end].view(64, whole.layout.rank)
     torch.testing.assert_close(b[:, :3], stored[KEY + "B.weight"] * scaling)
     assert not b[:, 3:].any()
 
@@ -141,8 +141,8 @@ def test_the_parts_of_ranks_are_the_whole(good: Path) -> None:
     all_words = whole.load(str(good)).words
     parts = [half.load(str(good)).words for half in halves]
     for projection, *own in zip(whole.layout.projections, *(half.layout.projections for half in halves), strict=True):
-        a, b = matrices(all_words, projection)
-        split = [matrices(words, each) for words, each in zip(parts, own, strict=True)]
+        a, b = matrices(all_words, projection, whole.layout.rank)
+        split = [matrices(words, each, whole.layout.rank) for words, each in zip(parts, own, strict=True)]
         if projection.site.name.endswith(("o_proj", "down_proj")):
             assert torch.equal(torch.cat([part for part, _ in split], 1), a)
             assert all(torch.equal(part, b) for _, part in split)
@@ -153,6 +153,6 @@ def test_the_parts_of_ranks_are_the_whole(good: Path) -> None:
             assert torch.equal(torch.cat([torch.cat(piece) for piece in pieces]), b)
 
 
-def matrices(words: torch.Tensor, projection):  # type: ignore[no-untyped-def]
+def matrices(words: torch.Tensor, projection, rank: int):  # type: ignore[no-untyped-def]
     a = words[projection.a_start : projection.b_start].view(-1, projection.num_inputs)
-    return a, words[projection.b_start : projection.end].view(-1, 16)
+    return a, words[projection.b_start : projection.end].view(-1, rank)
