@@ -247,7 +247,7 @@ class SimulatedNode:
         rows = len(self._decoding)
         step_s = self._costs.decode_s(rows, self._context)
         budget = self._num_prompt_tokens()
-        work = self._prompts.plan(budget, self._has_room) if budget else None
+        work = self._prompts.plan(budget, self._has_room, rows) if budget else None
         if work is None or not work.num_tokens:
             num_steps = 1 if self._prompts and rows else max(1, self._decoding[0][0] - self._steps.num) if rows else 0
             self._run = now, step_s, num_steps

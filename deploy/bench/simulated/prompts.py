@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tandem.deploy.bench.simulated.cache import TieredCache
-from tandem.deploy.bench.simulated.costs import CostModel
+from tandem.deploy.bench.simulated.costs import CONTEXT, SIZES, CostModel
 from tandem.deploy.bench.simulated.job import Job
 from tandem.deploy.bench.trace import TRACE_BLOCK
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder, SlackOrder
+from tandem.engine.scheduling.times.step_sizes import StepSizes
 from tandem.kv_connector.pulls.chunks import LEAST_TOKENS, MOST_TOKENS, divide
 
 BLOCK = 16  # tokens, in which chunks of a prompt end that several nodes compute
@@ -42,6 +43,8 @@ class Prompts:
     ) -> None:
         self._node_id = node_id
         self._costs, self._cache, self._clock, self._options = costs, cache, clock, options
+        self._sizes = StepSizes()
+        self._sizes.measured(costs.table(SIZES, CONTEXT))
         has_deadlines = role == "prefill" or options.tpot_target_ms > 0
         order = SlackOrder(options.ttft_target_ms / 1e3, clock) if has_deadlines else ArrivalOrder()
         self._order: PromptOrder = order
@@ -86,8 +89,8 @@ class Prompts:
         self._waiting.append(job)
         self._order.arrived(job)  # type: ignore[arg-type]
 
-    def plan(self, budget: int, has_room: Callable[[Job], bool]) -> PromptWork:
-        """The next step's work, of at most `budget` tokens; it counts as computed."""
+    def plan(self, budget: int, has_room: Callable[[Job], bool], num_rows: int = 0) -> PromptWork:
+        """The next step's work, of at most `budget` tokens beside so many rows; it counts as computed."""
         work = PromptWork()
         for job in [job for job in self if job.is_over_at(self._node_id)]:  # the rest of it is others'
             self._drop(job)
@@ -95,7 +98,10 @@ class Prompts:
         chunk = self._options.contended_prefill_chunk
         if chunk and (len(arranged) > 1 or self._order.has_late):
             budget = min(budget, chunk)
-        room = budget
+        cut_to = self._sizes.at_most(num_rows + budget) - num_rows
+        if cut_to < budget < sum(job.num_left for job in arranged):
+            budget = cut_to
+        room, spans = budget, list[tuple[int, int]]()
         for job in arranged:
             if budget <= 0:
                 break
@@ -107,7 +113,10 @@ class Prompts:
                 continue
             if job not in self._begun:
                 self._begin(job, work, room)
+            begin = job.num_computed
             budget -= self._compute(job, budget, work)
+            spans.append((begin, job.num_computed - begin))
+        work.seconds += self._costs.prompts_s(spans)
         self._order.launched(work.chunks)  # type: ignore[arg-type]
         return work
 
@@ -127,7 +136,6 @@ class Prompts:
 
     def _compute(self, job: Job, budget: int, work: PromptWork) -> int:
         num_tokens = min(budget, job.chunk_for(self._node_id))
-        work.seconds += self._costs.prompt_s(job.num_computed, num_tokens)
         work.num_tokens += num_tokens
         work.chunks.append((job, num_tokens))
         job.num_computed += num_tokens
