@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import msgspec
 
@@ -211,9 +210,8 @@ class StepPlanner:
     def _in_whole_waves(self, plan: StepPlan, prompts: Sequence[Request]) -> int:
         """The prompt budget, less where there is more to compute than it and a smaller step is faster by the token."""
         budget, num_planned = plan.num_prompt_tokens_left, self._options.max_num_batched_tokens - plan.budget
-        cut_to = self._state.step_sizes.at_most(num_planned + budget) - num_planned
-        is_cut = cut_to < budget and any(left > budget for left in accumulate(map(self._state.kv.num_left, prompts)))
-        return cut_to if is_cut else plan.prompt_budget
+        cut_to = self._state.step_sizes.cut(budget, num_planned, map(self._state.kv.num_left, prompts))
+        return cut_to if cut_to < budget else plan.prompt_budget
 
     def _resume_committed(self, plan: StepPlan) -> None:
         """Starts a request that holds its KV already, before all others: it needs a slot and at most one block."""

@@ -89,7 +89,7 @@ class Prompts:
         self._waiting.append(job)
         self._order.arrived(job)  # type: ignore[arg-type]
 
-    def plan(self, budget: int, has_room: Callable[[Job], bool], num_rows: int = 0) -> PromptWork:
+    def plan(self, budget: int, has_room: Callable[[Job], bool], num_rows: int) -> PromptWork:
         """The next step's work, of at most `budget` tokens beside so many rows; it counts as computed."""
         work = PromptWork()
         for job in [job for job in self if job.is_over_at(self._node_id)]:  # the rest of it is others'
@@ -98,10 +98,7 @@ class Prompts:
         chunk = self._options.contended_prefill_chunk
         if chunk and (len(arranged) > 1 or self._order.has_late):
             budget = min(budget, chunk)
-        cut_to = self._sizes.at_most(num_rows + budget) - num_rows
-        if cut_to < budget < sum(job.num_left for job in arranged):
-            budget = cut_to
-        room, spans = budget, list[tuple[int, int]]()
+        room = budget = self._sizes.cut(budget, num_rows, (job.num_left for job in arranged))
         for job in arranged:
             if budget <= 0:
                 break
@@ -113,10 +110,8 @@ class Prompts:
                 continue
             if job not in self._begun:
                 self._begin(job, work, room)
-            begin = job.num_computed
             budget -= self._compute(job, budget, work)
-            spans.append((begin, job.num_computed - begin))
-        work.seconds += self._costs.prompts_s(spans)
+        work.seconds += self._costs.prompts_s([(job.num_computed - num, num) for job, num in work.chunks])
         self._order.launched(work.chunks)  # type: ignore[arg-type]
         return work
 

@@ -8,7 +8,8 @@ last wave takes as long as a full one, so that a step of 1,088 tokens may take a
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
 
 TOLERANCE = 0.03  # a larger size that is slower by so much is as good: the host has less to do; a guess
 
@@ -33,3 +34,10 @@ class StepSizes:
         end = bisect.bisect_right(self._sizes, num_tokens)
         least = (1 - TOLERANCE) * max(self._rates[:end])
         return max(size for size, rate in zip(self._sizes[:end], self._rates[:end], strict=True) if rate >= least)
+
+    def cut(self, budget: int, num_beside: int, left: Iterable[int]) -> int:
+        """The prompt tokens of a step that has room for `budget` beside so many others: fewer where a smaller step is
+        faster by the token and prompts, which have `left` to compute, have more than fit."""
+        cut_to = self.at_most(num_beside + budget) - num_beside
+        is_cut = cut_to < budget and any(num > budget for num in accumulate(left))
+        return cut_to if is_cut else budget

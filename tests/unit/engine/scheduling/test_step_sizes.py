@@ -28,3 +28,13 @@ def test_a_step_is_cut_to_the_largest_size_that_is_about_as_fast_as_the_fastest(
 
 def test_nothing_is_cut_where_nothing_was_measured() -> None:
     assert StepSizes().at_most(1088) == 1088
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_beside", "left", "prompt_tokens"),
+    [(1496, 4, [900, 700], 1020), (1496, 4, [900, 596], 1496), (1020, 4, [5000], 1020), (300, 4, [5000], 300)],
+)
+def test_prompts_are_cut_where_more_is_left_of_them_than_fits(
+    budget: int, num_beside: int, left: list[int], prompt_tokens: int
+) -> None:
+    assert measured().cut(budget, num_beside, left) == prompt_tokens
