@@ -14,6 +14,11 @@ def kv_heads_of(rank: int, size: int, num_all: int) -> range:
     return range(first, first + max(1, num_all // size))
 
 
+# Layers whose KV is pushed together, and that one of a prompt's graphs computes: a quarter of the calls, runs of bytes
+# four times as long; docs/measurements.md#pushes-out-of-a-gpu.
+LAYERS_TOGETHER = 4
+
+
 class KVGroup(msgspec.Struct, frozen=True):
     """Layers that share one block table. Version one of the engine builds exactly one group."""
 

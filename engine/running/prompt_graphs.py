@@ -1,8 +1,8 @@
-"""Steps with prompts as CUDA graphs, cut at each layer's attention.
+"""Steps with prompts as CUDA graphs, cut at layers' attention.
 
 All of a layer but attention depends on the number of tokens alone. So a pass is cut at each attention: what lies
 between two of them, a segment, is a graph. Where the backend has attention that reads lengths on the device, a segment
-begins with it, and only the connector's hooks come between replays; else attention is launched there, too. A step takes
+has that too, and as many layers as are pushed together: between replays come the connector's hooks alone. A step takes
 the segments of the smallest size that holds its tokens; what is left is padding, whose slot is -1. Of the last layer
 the graphs have keys and values; the rest, of wanted tokens alone, is launched (docs/steps.md#prompts-as-graphs).
 
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from tandem.engine.contracts.kv_layout import LAYERS_TOGETHER
 from tandem.engine.running.decode_graphs import without_garbage
 from tandem.engine.running.step_inputs import ForwardInputs, StepInputs
 from tandem.kernels.api.attention import Attention
@@ -96,10 +97,16 @@ class PromptGraphs:
         self._segments: dict[int, list[Segment]] = {}
         self._capture: _Capture | None = None
         self._have_run: set[tuple[str, int]] = set()  # sizes, and numbers of wanted tokens
+        # Layers but the last, whose attention no graph has, by the first of those that are computed together.
+        names = list(model.attention_layers)[:-1]
+        self._together = {
+            names[first]: names[first : first + LAYERS_TOGETHER] for first in range(0, len(names), LAYERS_TOGETHER)
+        }
 
     @property
     def num_graphs(self) -> int:
-        return len(self.sizes) * len(self._model.attention_layers)
+        num_cuts = len(self._model.attention_layers) - 1 if self._captured is None else len(self._together)
+        return len(self.sizes) * (num_cuts + 1)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -147,7 +154,7 @@ class PromptGraphs:
     ) -> torch.Tensor:
         """Cuts the pass here (`LayerCuts`)."""
         if self._captured is not None:
-            if self._capture is not None:
+            if self._capture is not None and layer_name in self._together:
                 self._capture.cut(layer_name, kv_is_stored)
             context = get_forward_context()
             layer, metadata = context.layer(layer_name), context.metadata_of(layer_name)
@@ -203,15 +210,17 @@ class PromptGraphs:
                 tensors["out"][:num_tokens].copy_(unified_attention(query, key, value, layer, kv_is_stored))
 
     def _replay_all(self, segments: Sequence[Segment], context: ForwardContext) -> None:
-        """Calls the hooks around the segment that begins with a layer's attention."""
-        hooks, before = context.hooks, ""
-        for graph, layer, _ in segments:
-            if hooks is not None and before:
-                hooks.wait_for_kv_layer(before)
+        """Calls the hooks of a segment's layers before it and behind it."""
+        hooks, layers = context.hooks, list[str]()
+        for graph, following, _ in segments:
+            if hooks is not None:
+                for layer in layers:
+                    hooks.wait_for_kv_layer(layer)
             graph.replay()
-            if hooks is not None and before:
-                hooks.save_kv_layer(before, context.layer(before).kv_cache[0], context.metadata_of(before))
-            before = layer
+            if hooks is not None:
+                for layer in layers:
+                    hooks.save_kv_layer(layer, context.layer(layer).kv_cache[0], context.metadata_of(layer))
+            layers = self._together.get(following, [])
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         """Copies a tensor [G, ...] to where each pass leaves what it calls so."""

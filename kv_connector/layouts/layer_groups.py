@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from tandem.engine.contracts.kv_layout import LAYERS_TOGETHER
+
 # A load under a forward pass goes in so many groups: few launches, and the first layers don't wait for the last.
 LAYER_GROUPS = 8  # a guess
-# Layers of one push by a copy engine: runs four times as long, a quarter of the calls;
-# docs/measurements.md#pushes-out-of-a-gpu.
-PUSHED_TOGETHER = 4
 
 
 def layer_groups(num_layers: int) -> list[range]:
@@ -17,7 +16,7 @@ def layer_groups(num_layers: int) -> list[range]:
 
 def push_groups(num_layers: int) -> list[range]:
     """The groups in which layers are pushed while a prompt is computed. The last layer goes alone: nothing is computed
-    behind it, and the end of the hand-off waits for it."""
+    behind it, and the end of the hand-off waits for it. Prompts' graphs end where these do."""
     last = num_layers - 1
-    groups = [range(first, min(first + PUSHED_TOGETHER, last)) for first in range(0, last, PUSHED_TOGETHER)]
+    groups = [range(first, min(first + LAYERS_TOGETHER, last)) for first in range(0, last, LAYERS_TOGETHER)]
     return [*groups, range(last, num_layers)]

@@ -38,13 +38,17 @@ class ConnectorWorker:
         self._lags = lags
         self._newest_layer: int | None = None
         self._groups = push_groups(len(layer_indices))
+        self._group_of = {layer: layers for layers in self._groups for layer in layers}
+        # An event takes the launching thread microseconds: one a group will do, unless somebody looks at each layer.
+        self._records_each = lags or transfer.is_traced or not transfer.pool.is_cuda
         self._written: list[torch.cuda.Event | None] = []  # for the layers of a group that is not complete
         self._load_events: dict[int, list[LoadEvent]] = {}
         self._arrivals: dict[int, list[LayersWait]] = {}
         self._waits_on_host = False
         self._step_id = math.inf  # of the running step, if it has metadata
         self._layer_events: list[torch.cuda.Event | None] = []  # of the running step, as far as its layers have come
-        self._steps: OrderedDict[int, list[torch.cuda.Event]] = OrderedDict()  # CUDA: of the last steps with hand-offs
+        # CUDA: events of the last steps with hand-offs, of each layer or the last of a group; or one for all layers.
+        self._steps: OrderedDict[int, list[torch.cuda.Event | None]] = OrderedDict()
 
     def register_kv_cache(self, pool: torch.Tensor) -> None:
         assert pool.data_ptr() == self._transfer.pool.data_ptr(), "the connector moves the pool that the model writes"
@@ -71,13 +75,16 @@ class ConnectorWorker:
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
         if self._meta is None:
             return
-        layer: int | None = self._layer_indices[layer_name]
-        written = self._record_event()
+        layer = self._layer_indices[layer_name]
+        is_recorded = self._records_each or layer == self._group_of[layer].stop - 1
+        written = self._record_event() if is_recorded else None
         self._layer_events.append(written)
         if self._lags:
-            layer, self._newest_layer = self._newest_layer, layer
-        self._push_layer(layer, written)
-        if self._between_layers is not None:
+            self._push_layer(self._newest_layer, written)
+            self._newest_layer = layer
+        else:
+            self._push_layer(layer, written)
+        if self._between_layers is not None and is_recorded:
             self._between_layers(len(self._layer_events))
 
     def wait_for_save(self) -> None:
@@ -108,7 +115,7 @@ class ConnectorWorker:
         if events is None:
             has_run = push.step_id < 0 or (bool(self._steps) and push.step_id < next(iter(self._steps)))
             self._transfer.submit(push, waits=not has_run)
-        elif events[-1].query():
+        elif (newest := events[-1]) is not None and newest.query():
             self._transfer.submit(push, waits=False)
         elif len(events) < len(self._layer_indices):
             self._transfer.submit(push, events[-1])
@@ -119,23 +126,22 @@ class ConnectorWorker:
     def _keep_step(
         self, meta: StepMoves, layer_events: Sequence[torch.cuda.Event | None], done: torch.cuda.Event | None
     ) -> None:
-        """Keeps a step's events: one for each layer, or the same one for all if the step ran as a whole."""
-        written = [event for event in layer_events if event is not None]
-        if not meta.by_layer and done is not None:
-            written = written or [done]
-        elif len(written) != len(self._layer_indices):
+        """Keeps a step's events: those of its layers, or one for all if the step ran as a whole."""
+        if done is None:
             return
-        if written:
-            self._steps[meta.step_id] = written
-            while len(self._steps) > KEPT_STEPS:
-                self._steps.popitem(last=False)
+        if len(layer_events) == len(self._layer_indices):
+            self._steps[meta.step_id] = list(layer_events)
+        elif not meta.by_layer:
+            self._steps[meta.step_id] = [done]
+        while len(self._steps) > KEPT_STEPS:
+            self._steps.popitem(last=False)
 
     def _push_layer(self, layer: int | None, written: torch.cuda.Event | None) -> None:
         """Adds a layer to its group, and pushes the group when it is complete."""
         if self._meta is None or layer is None:
             return
         self._written.append(written)
-        group = next(layers for layers in self._groups if layer in layers)
+        group = self._group_of[layer]
         if layer == group.stop - 1:
             for push in self._meta.pushes:
                 self._transfer.submit_layers(push, group, tuple(self._written))

@@ -65,6 +65,7 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
     "llama_64": ("Llama", {"head_dim": 64, "tie_word_embeddings": False}, {}),
     "mistral_64": ("Mistral", {"head_dim": 64, "sliding_window": 32, "tie_word_embeddings": False}, {}),
     "qwen3_64": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": False}, {}),
+    "llama_deep": ("Llama", {"num_hidden_layers": 10, "tie_word_embeddings": False}, {}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}, {}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": False}, {}),
     "mixtral": ("Mixtral", {**EXPERTS, "intermediate_size": 48, "sliding_window": 32}, {}),

@@ -17,6 +17,7 @@ from tandem.engine.running.prompt_graphs import PromptGraphs, prompt_graph_sizes
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.step import BlockCopy, SchedulerOutput, StepMeta
 from tandem.kernels.api import selection
+from tandem.kv_connector.layouts.layer_groups import push_groups
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
 LARGEST = 80  # tokens
@@ -43,8 +44,9 @@ def with_graphs(
 def test_any_mix_of_rows_is_computed_as_without_graphs(kind: str, captured: bool) -> None:
     folder = tiny_model(kind)
     (replaying, recorder, attention), plain = with_graphs(folder, captured=captured), make_runner(folder)
-    layers = len(plain.model.attention_layers)
-    assert recorder.num_graphs == len(prompt_graph_sizes(LARGEST, ROWS if captured else 1)) * layers
+    num_layers = len(plain.model.attention_layers)
+    num_segments = len(push_groups(num_layers)) if captured else num_layers
+    assert recorder.num_graphs == len(prompt_graph_sizes(LARGEST, ROWS if captured else 1)) * num_segments
     rng, prompts = random.Random(1), {1: random_prompt(20, seed=2), 2: random_prompt(5, seed=3)}
     steps, long = [prompt_step(prompts, {1: (20, 21, 22), 2: (23, 19)})], random_prompt(100, seed=4)
     begin = 0
@@ -75,12 +77,19 @@ def test_the_tokens_are_those_of_transformers(captured: bool) -> None:
 
 @both_ways
 def test_the_connector_sees_each_layer_in_turn(captured: bool) -> None:
+    """One after the other, or as many at a time as are pushed together; the last by itself."""
     connector = RecordingConnector()
-    runner, _, _ = with_graphs(tiny_model("llama"), connector, captured)
+    runner, recorder, _ = with_graphs(tiny_model("llama_deep"), connector, captured)
     step = prompt_step({0: random_prompt(40, seed=5)}, {0: (3, 4, 5)})
     meta = SchedulerOutput(step.step_id, step.rows, step.samples, new_slots=step.new_slots, connector_meta=StepMeta())
-    runner.execute(meta)
-    assert connector.calls == ["register", "start", *["wait", "save"] * len(runner.model.attention_layers), "saved"]
+    made = runner.execute(meta).result().token_ids.tolist()
+    plain = make_runner(tiny_model("llama_deep"))
+    assert made == plain.execute(step).result().token_ids.tolist()
+    groups = push_groups(len(runner.model.attention_layers)) if captured else [range(1)] * 10
+    assert [len(layers) for layers in groups[:3]] == ([4, 4, 1] if captured else [1, 1, 1])
+    expected = [call for layers in groups for call in (*["wait"] * len(layers), *["save"] * len(layers))]
+    assert connector.calls == ["register", "start", *expected, "saved"]
+    assert recorder.num_graphs == len(prompt_graph_sizes(LARGEST, ROWS if captured else 1)) * len(groups)
 
 
 @both_ways
