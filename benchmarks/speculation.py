@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -95,8 +96,21 @@ class Imposed(Speculator):
         return runs_of(drafts, token_ids)
 
 
-def decode(engine: Engine, streams: int, tokens: int) -> tuple[float, int]:
-    """(seconds from when all have their first token, steps meanwhile)."""
+class Decoded(NamedTuple):
+    """What was made while all streams ran."""
+
+    seconds: float
+    num_tokens: int
+    num_steps: int
+
+    @property
+    def rate(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def decode(engine: Engine, streams: int, tokens: int) -> Decoded:
+    """From when all have their first token until the first ends: with drafts some end sooner than others, and what the
+    rest takes is a figure of fewer streams."""
     scheduler = engine.core.scheduler
     rng = np.random.default_rng(streams)
     begun: set[str] = set()
@@ -104,15 +118,20 @@ def decode(engine: Engine, streams: int, tokens: int) -> tuple[float, int]:
         prompt = rng.integers(10, 400, NUM_PROMPT_TOKENS, dtype=np.int32)
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         scheduler.state.add(make_request(f"r{index}", prompt, sampling))
-    began_at, num_steps = 0.0, 0
+    began_at, num_steps, num_tokens = 0.0, 0, 0
+    decoded: Decoded | None = None
     while engine.core.has_work():
         for event in engine.core.step():
             assert not isinstance(event, FailedEvent), event
             if isinstance(event, TokensEvent):
                 begun.add(event.request.key.request_id)
+                num_tokens += len(event.token_ids)
         if len(begun) == streams and not began_at:
-            began_at, num_steps = time.perf_counter(), scheduler.num_steps
-    return time.perf_counter() - began_at, scheduler.num_steps - num_steps
+            began_at, num_steps, num_tokens = time.perf_counter(), scheduler.num_steps, 0
+        if began_at and decoded is None and len(scheduler.state.queues.running) < streams:
+            decoded = Decoded(time.perf_counter() - began_at, num_tokens, scheduler.num_steps - num_steps)
+    assert decoded is not None, "all streams have ended"
+    return decoded
 
 
 def main() -> None:
@@ -149,20 +168,20 @@ def main() -> None:
     print("streams", *(f"{name:>8}" for name in names))
     for streams in args.streams:
         engine.core.scheduler.speculator = None
-        plain_s, num_steps = decode(engine, streams, args.tokens)
-        show(streams, 0, args.tokens, plain_s, plain_s, num_steps, "", "", "")
+        plain = decode(engine, streams, args.tokens)
+        show(streams, 0, plain, plain, "", "", "")
         for num_drafts in args.drafts:
             engine.core.scheduler.speculator = guesser = Imposed(engine, num_drafts, args.chance)
-            took_s, num_steps = decode(engine, streams, args.tokens)
+            drafted = decode(engine, streams, args.tokens)
             share = guesser.counters["spec_accepted_tokens"] / max(1, guesser.counters["spec_draft_tokens"])
             host_ms, idle_ms = 1e3 * guesser.seconds / guesser.num_plans, 1e3 * guesser.stall_s_beside(streams)
             rest = f"{share:.2f}", f"{host_ms:.3f}", f"{idle_ms:.3f}"
-            show(streams, num_drafts, args.tokens, took_s, plain_s, num_steps, *rest)
+            show(streams, num_drafts, drafted, plain, *rest)
 
 
-def show(streams: int, drafts: int, tokens: int, took_s: float, plain_s: float, num_steps: int, *rest: str) -> None:
-    print(f"{streams:7} {drafts:8} {1e3 * took_s / (tokens - 1):8.3f} {streams * (tokens - 1) / took_s:8.0f} "
-          f"{plain_s / took_s:8.2f} {num_steps:8}", *(f"{each:>8}" for each in rest), flush=True)  # fmt: skip
+def show(streams: int, drafts: int, made: Decoded, plain: Decoded, *rest: str) -> None:
+    print(f"{streams:7} {drafts:8} {1e3 * streams / made.rate:8.3f} {made.rate:8.0f} {made.rate / plain.rate:8.2f} "
+          f"{made.num_steps:8}", *(f"{each:>8}" for each in rest), flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
