@@ -32,11 +32,13 @@ def size_of(num_tokens: int) -> int:
 
 
 class RunningStep(NamedTuple):
-    """A launched step: when it was launched, in seconds of the clock, and how many tokens it has."""
+    """A launched step: when it was launched, in seconds of the clock, how many tokens it has, and whether it may wait for
+    other nodes, so that its time says little of this one."""
 
     launched_at: float
     num_tokens: int
     num_prompt_tokens: int
+    may_wait: bool = False
 
     @property
     def size(self) -> int:
@@ -97,9 +99,9 @@ class StepClock:
         """When the device will have done what it was given, now at the earliest: a step that runs can't be stopped."""
         return max(self.now(), self.began_at() + sum(map(self.seconds_of, self._steps.values())))
 
-    def launched(self, step_id: int, num_tokens: int, num_prompt_tokens: int) -> None:
-        """Notes a step that is certain and goes to the device next."""
-        self._steps[step_id] = RunningStep(self.now(), num_tokens, num_prompt_tokens)
+    def launched(self, step_id: int, num_tokens: int, num_prompt_tokens: int, may_wait: bool = False) -> None:
+        """Notes a step that is certain and goes to the device next. `may_wait`: for other nodes."""
+        self._steps[step_id] = RunningStep(self.now(), num_tokens, num_prompt_tokens, may_wait)
 
     def seen_running(self) -> None:
         """Notes that the step to be read next still runs. If it is late by now, the device is slow and not the host."""
@@ -112,6 +114,8 @@ class StepClock:
         now = self.now()
         seconds = now - max(step.launched_at, self._last_completed)
         self._last_completed = self._free_at = now
+        if step.may_wait and self.prompt_rate.seconds:  # else it is better than nothing
+            return seconds
         self._measure_prompt(step.num_prompt_tokens, seconds)
         if self._by_size:
             self._learn_size(step.size, seconds, expected_begin)

@@ -80,7 +80,7 @@ class Scheduler:
         launched.num_prompt_tokens = sum(num for _, num in prompts)
         launched.may_wait = any(request.has_help for request, _ in prompts)
         self.state.prompt_order.launched(prompts)
-        self.state.clock.launched(step_id, output.num_tokens, launched.num_prompt_tokens)
+        self.state.clock.launched(step_id, output.num_tokens, launched.num_prompt_tokens, launched.may_wait)
         meta = None if self.state.connector is None else self.state.connector.build_connector_meta(output)
         meta = self.state.shares.step_meta(step_id, self.state.tiers.step_meta(step_id, meta))
         return output if meta is None else msgspec.structs.replace(output, connector_meta=meta)

@@ -256,7 +256,7 @@ class SimulatedNode:
         self._run = now, 0.0, 0
         self._budget.had()
         self._may_wait = any(job.has_help for job, _ in work.chunks)
-        self._clock.launched(self._steps.num + 1, rows + work.num_tokens, work.num_tokens)
+        self._clock.launched(self._steps.num + 1, rows + work.num_tokens, work.num_tokens, self._may_wait)
         self.link.pushed_with(work, now)
         for job in work.begun:
             if job.decode_on and not job.has_claimed:

@@ -14,8 +14,8 @@ class Device:
         self.now = 10.0
         self.clock = StepClock(lambda: self.now, by_size=by_size)
 
-    def run(self, num_tokens: int, seconds: float) -> None:
-        self.clock.launched(0, num_tokens, num_tokens)
+    def run(self, num_tokens: int, seconds: float, may_wait: bool = False) -> None:
+        self.clock.launched(0, num_tokens, num_tokens, may_wait)
         self.now += seconds
         self.clock.completed(0)
 
@@ -30,6 +30,22 @@ def test_a_chunk_takes_what_its_tokens_take_and_a_step_beside_decodes_what_its_s
         device.run(4000, 0.1)
     device.clock.launched(1, 2000, 2000)
     assert device.clock.ends_at() == pytest.approx(device.now + seconds)
+
+
+@pytest.mark.parametrize("by_size", [False, True])
+def test_steps_that_may_wait_for_other_nodes_say_nothing_of_this_one(by_size: bool) -> None:
+    device = Device(by_size=by_size)
+    device.run(2000, 0.3, may_wait=True)
+    device.clock.launched(1, 2000, 2000)
+    assert device.clock.ends_at() == pytest.approx(device.now + 0.3), "but it is all that is known"
+    device.clock.completed(1)
+    for _ in range(100):
+        device.run(2000, 0.1)
+    for _ in range(100):
+        device.run(2000, 0.3, may_wait=True)
+    device.clock.launched(1, 2000, 2000)
+    assert device.clock.ends_at() == pytest.approx(device.now + 0.1)
+    assert device.clock.seconds_per_token == pytest.approx(0.1 / 2000)
 
 
 def test_the_loop_the_order_and_the_next_decision_hear_of_the_same_end() -> None:
