@@ -32,8 +32,8 @@ def size_of(num_tokens: int) -> int:
 
 
 class RunningStep(NamedTuple):
-    """A launched step: when it was launched, in seconds of the clock, how many tokens it has, and whether it may wait for
-    other nodes, so that its time says little of this one."""
+    """A launched step: when, in seconds of the clock, and its tokens. What one takes that may wait for other nodes
+    says little of this one."""
 
     launched_at: float
     num_tokens: int
