@@ -7,8 +7,6 @@ up, plans and launches.
 
 from __future__ import annotations
 
-from collections import deque
-
 # Drafts may lose this share of all time, and no more is spent on trying them again where they lose.
 MOST_LOST = 1 / 128
 # What drafts may lose before they cease: at first, when they are tried again, and at most, however much they gained
@@ -16,10 +14,7 @@ MOST_LOST = 1 / 128
 FIRST_CREDIT, MOST_CREDIT = 1.0, 8.0
 # Steps in a row without drafts that say how long such take, and with drafts before that is measured again. Guesses.
 PLAIN_STEPS, STEPS_BETWEEN = 6, 512
-# Of so many turns without drafts, the newest, all but the shortest quarter take as long as such are said to take, or
-# longer: those that were held up must not make drafts look fast for as long as STEPS_BETWEEN. Guesses.
-PLAIN_TURNS, SHORTER = 8, 1 / 4
-NEWEST_TURN = 1 / 8  # the weight of the newest turn in what is known of the wait behind drafts; a guess
+NEWEST_TURN = 1 / 8  # the weight of the newest turn in what is known of how long they take; a guess
 MOST_SLOWNESS = 3.0  # most that one turn counts: beyond it something else took the time; a guess
 
 
@@ -31,8 +26,8 @@ class Gain:
     def __init__(self) -> None:
         self._has_drafts = False
         self._num_steps = 0  # of this stretch, with drafts or without
-        # How many times as long as their steps turns without drafts took.
-        self._slowness: deque[float] = deque(maxlen=PLAIN_TURNS)
+        # By which turns without drafts take longer than their steps, and of how many: 0.0, 0: none has been seen.
+        self._slowness, self._num_plain = 0.0, 0
         self.stall_s = 0.0  # for which the device waits behind a step with drafts
         self._credit, self._gained = FIRST_CREDIT, 0.0  # `_gained`: by the newest stretch with drafts, all in all
 
@@ -53,11 +48,15 @@ class Gain:
 
     def plain_s(self, step_s: float) -> float:
         """What a turn without drafts takes whose step takes `step_s` alone."""
-        return step_s * sorted(self._slowness)[int(SHORTER * len(self._slowness))]
+        return step_s * self._slowness
 
     def learn_plain(self, step_s: float, seconds: float) -> None:
         """Takes in a turn without drafts that follows another."""
-        self._slowness.append(seconds / step_s)
+        ratio = seconds / step_s
+        known = self._slowness or ratio
+        self._num_plain += 1
+        weight = max(NEWEST_TURN, 1 / self._num_plain)  # at first their mean: no turn counts for more than another
+        self._slowness = known + weight * (min(ratio, MOST_SLOWNESS * known) - known)
 
     def learn_stall(self, seconds: float) -> None:
         """Takes in by how much a turn with drafts was longer than what the device had to do."""
