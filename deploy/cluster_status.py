@@ -61,7 +61,7 @@ def as_text(url: str, said: dict[str, Any]) -> str:
     if said["model"] is not None:
         lines.append(f"model {said['model']}, {said['max_model_len']:,} tokens at most")
     requests = said["requests"]
-    lines.append(f"{requests['active']} requests under way here, {requests['waiting_for_node']} of them without a node")
+    lines.append(f"{requests['active']} requests under way, {requests['waiting_for_node']} of them without a node")
     if said["nodes"]:
         lines += ["", table(HEADER, [_row(node) for node in said["nodes"]])]
     lines += [f"not used: {reason}" for reason in said["unused"].values()]

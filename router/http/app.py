@@ -96,7 +96,7 @@ def make_app(
     add_adapter_routes(app, service, gate)
     add_explain_route(app, service, gate, limit)
     add_profile_routes(app, service, gate)
-    add_status_route(app, service, gate)
+    add_status_route(app, service, gate, feed.desk)
     add_operator_routes(app, service, gate, feed.desk)
     add_dashboard_routes(app, gate, feed)
     _add_error_handlers(app)

@@ -11,13 +11,14 @@ from tandem.router.access.gate import Gate
 from tandem.router.http.model_routes import READ, json_answer
 from tandem.router.placing.view import NodeView
 from tandem.router.requests.service import CompletionService
+from tandem.router.watching.desk import RequestDesk
 
 TIERS = ("host_blocks", "host_capacity", "disk_blocks", "disk_capacity")
 
 
-def add_status_route(app: FastAPI, service: CompletionService, gate: Gate) -> None:
-    """Adds `GET /status`. Figures of nodes are those of their last heartbeats; requests are those of the router process
-    that answers."""
+def add_status_route(app: FastAPI, service: CompletionService, gate: Gate, desk: RequestDesk) -> None:
+    """Adds `GET /status`. Figures of nodes are those of their last heartbeats to the process that answers; requests are
+    those of all processes of this router."""
 
     @app.api_route("/status", methods=READ)
     async def status(request: Request) -> Response:
@@ -32,7 +33,7 @@ def add_status_route(app: FastAPI, service: CompletionService, gate: Gate) -> No
             "max_model_len": None if facts is None else facts.max_input_len,
             # As /metrics has them: work that can't be in time, and what nodes have left beside what is promised.
             "fleet": {name: round(value, 3) for name, value in cluster.need.figures().items()},
-            "requests": {"active": service.num_active, "waiting_for_node": service.num_waiting},
+            "requests": await desk.counts(),
             "unused": cluster.unused(),
             "nodes": [_shown(view) for view in sorted(cluster.views, key=lambda view: (view.role, view.info.node_id))],
         }

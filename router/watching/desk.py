@@ -39,6 +39,11 @@ class RequestDesk:
         self.exchange = WorkerExchange(seat, self._answer)
         self._log = SampleLog()
 
+    async def counts(self) -> dict[str, int]:
+        """Prompts under way in all processes, and those of them without a node."""
+        parts = await self.exchange.ask({"what": "counts"})
+        return {name: sum(part[name] for part in parts) for name in ("active", "waiting_for_node")}
+
     async def overview(self) -> dict[str, Any]:
         """What all processes show together: prompts under way and without a node, the slack of those that wait for a
         promised first token (the least, in seconds, and how many are late), and the newest requests."""
@@ -79,10 +84,12 @@ class RequestDesk:
         if question["what"] == "ticks":
             answer = TickAnswer(self._log.since(int(question["since"])), service.recent.newest(MOST_SHOWN, now))
             return msgspec.to_builtins(answer)
+        counts = {"active": service.num_active, "waiting_for_node": service.num_waiting}
+        if question["what"] == "counts":
+            return counts
         slacks = service.recent.slacks(now)
         return {
-            "active": service.num_active,
-            "waiting_for_node": service.num_waiting,
+            **counts,
             "least_slack_s": min(slacks, default=None),
             "late": sum(slack < 0 for slack in slacks),
             "recent": service.recent.newest(MOST_RECENT, now),

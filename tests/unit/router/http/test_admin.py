@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from xml.etree import ElementTree
@@ -116,6 +117,38 @@ def test_a_node_that_does_not_drain_is_named(
     nodes[0].deaf_to_drain = True
     answer = router.client.post("/admin/drain", json={"node": "n0"})
     assert (answer.status_code, "n0 does not say so" in answer.text) == (503, True)
+
+
+def test_each_process_counts_the_requests_of_all(
+    workers: list[RouterInThread],
+    router: RouterInThread,
+    nodes: list[StandInNode],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tandem.router.watching.exchange.ANSWER_S", PATIENCE_S)
+    body = {"prompt": "some words", "max_tokens": 3, "ignore_eos": True}
+
+    def counted(worker: RouterInThread) -> dict[str, int]:
+        counts: dict[str, int] = worker.client.get("/status").json()["requests"]
+        return counts
+
+    with ThreadPoolExecutor() as pool:
+        try:
+            for node in nodes:
+                node.hold_tokens = True
+            asked = (workers[0], workers[1], workers[1])
+            answers = [pool.submit(worker.client.post, "/v1/completions", json=body) for worker in asked]
+            for worker in workers:
+                wait_until(lambda w=worker: counted(w) == {"active": 3, "waiting_for_node": 0}, "both to count all")
+            assert main(["status", "--url", router.url, "--api-key", "sk-admin"]) == 0
+            assert "\n3 requests under way, 0 of them without a node\n" in capsys.readouterr().out
+        finally:
+            for node in nodes:
+                node.hold_tokens = False
+        assert [answer.result().status_code for answer in answers] == [200] * 3
+    for worker in workers:
+        wait_until(lambda w=worker: not counted(w)["active"], "the ends")
 
 
 def test_each_process_tells_of_the_requests_of_all(
