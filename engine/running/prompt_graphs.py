@@ -104,9 +104,9 @@ class PromptGraphs:
         }
 
     @property
-    def num_graphs(self) -> int:
-        num_cuts = len(self._model.attention_layers) - 1 if self._captured is None else len(self._together)
-        return len(self.sizes) * (num_cuts + 1)
+    def num_layers(self) -> int:
+        """Layers of all sizes together, however many are in one graph."""
+        return len(self.sizes) * len(self._model.attention_layers)
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -13,7 +13,7 @@ from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.runner_needs import AdapterMemory, Model
 
 DRIVER_BYTES_PER_GRAPH = 16 << 20  # generous; what the driver keeps for a graph of some 400 kernels; a guess
-DRIVER_BYTES_PER_SEGMENT = 1 << 19  # the same for one of ten; a guess
+DRIVER_BYTES_PER_LAYER = 1 << 19  # the same for a layer of a prompt's graph, of some ten; a guess
 
 
 def profile_free_bytes(
@@ -80,7 +80,7 @@ def _prompt_graph_bytes(runner: ModelRunner, device: torch.device, max_tokens: i
         if graphs is None:
             return 0
         graphs.warm_up(graphs.sizes[-1])
-        return graphs.num_graphs * DRIVER_BYTES_PER_SEGMENT
+        return graphs.num_layers * DRIVER_BYTES_PER_LAYER
 
     return _held_bytes(compute_largest, device)
 
