@@ -25,7 +25,7 @@ import torch
 
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
-from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
+from tandem.engine.contracts.kv_layout import KVGroup, KVLayout, push_groups
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.engine.contracts.wire.parts import NodeInfo
@@ -36,7 +36,6 @@ from tandem.kernels.blocks.digest import BlockSums, digests_of_sums
 from tandem.kernels.blocks.digest_pass import SumPasses
 from tandem.kernels.check.measure import median_event_seconds
 from tandem.kv_connector.layouts.geometry import pool_stride_bytes
-from tandem.kv_connector.layouts.layer_groups import push_groups
 from tandem.kv_connector.protocol.jobs import BlockPush, Finalize, ReadySent, StepMoves, digest_key
 from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
 from tandem.kv_connector.transfer.thread import TransferWorker

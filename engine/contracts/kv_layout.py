@@ -14,9 +14,17 @@ def kv_heads_of(rank: int, size: int, num_all: int) -> range:
     return range(first, first + max(1, num_all // size))
 
 
-# Layers whose KV is pushed together, and that one of a prompt's graphs computes: a quarter of the calls, runs of bytes
-# four times as long; docs/measurements.md#pushes-out-of-a-gpu.
+# Layers whose KV is pushed together: a quarter of the calls, runs of bytes four times as long;
+# docs/measurements.md#pushes-out-of-a-gpu.
 LAYERS_TOGETHER = 4
+
+
+def push_groups(num_layers: int) -> list[range]:
+    """The groups in which layers are pushed while a prompt is computed. The last layer goes alone: nothing is computed
+    behind it, and the end of the hand-off waits for it. Prompts' graphs end where these do."""
+    last = num_layers - 1
+    groups = [range(first, min(first + LAYERS_TOGETHER, last)) for first in range(0, last, LAYERS_TOGETHER)]
+    return [*groups, range(last, num_layers)]
 
 
 class KVGroup(msgspec.Struct, frozen=True):

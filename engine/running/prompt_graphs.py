@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from tandem.engine.contracts.kv_layout import LAYERS_TOGETHER
+from tandem.engine.contracts.kv_layout import push_groups
 from tandem.engine.running.decode_graphs import without_garbage
 from tandem.engine.running.step_inputs import ForwardInputs, StepInputs
 from tandem.kernels.api.attention import Attention
@@ -98,10 +98,8 @@ class PromptGraphs:
         self._capture: _Capture | None = None
         self._have_run: set[tuple[str, int]] = set()  # sizes, and numbers of wanted tokens
         # Layers but the last, whose attention no graph has, by the first of those that are computed together.
-        names = list(model.attention_layers)[:-1]
-        self._together = {
-            names[first]: names[first : first + LAYERS_TOGETHER] for first in range(0, len(names), LAYERS_TOGETHER)
-        }
+        names = list(model.attention_layers)
+        self._together = {names[group.start]: names[group.start : group.stop] for group in push_groups(len(names))[:-1]}
 
     @property
     def num_layers(self) -> int:

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tandem.engine.contracts.keys import NodeKey
+from tandem.engine.contracts.kv_layout import push_groups
 from tandem.engine.contracts.wire.handoff import KVGrant, KVLayers, KVReady, KVRelease
 from tandem.engine.device.cuda_driver import wait_for_value
-from tandem.kv_connector.layouts.layer_groups import push_groups
 from tandem.kv_connector.protocol.jobs import ArrivingKV
 
 MAX_FLAGS = 4096  # steps at a time that may wait; a guess

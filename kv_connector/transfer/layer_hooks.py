@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from tandem.engine.contracts.kv_layout import push_groups
 from tandem.engine.scheduling.ports import BetweenLayers
 from tandem.engine.scheduling.step import StepMeta
-from tandem.kv_connector.layouts.layer_groups import push_groups
 from tandem.kv_connector.protocol.jobs import BlockPush, LayerLoad, LoadEvent, StepMoves
 from tandem.kv_connector.transfer.arrivals import LayersWait
 from tandem.kv_connector.transfer.thread import TransferWorker

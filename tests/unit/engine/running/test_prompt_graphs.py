@@ -13,11 +13,11 @@ import torch
 from handmade_steps import CPU, RecordingConnector, chunk_step, decode_step, make_runner, prompt_step
 from recorded_graphs import NativeCaptured, RecordedGraph, Recorder
 
+from tandem.engine.contracts.kv_layout import push_groups
 from tandem.engine.running.prompt_graphs import PromptGraphs, prompt_graph_sizes
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.step import BlockCopy, SchedulerOutput, StepMeta
 from tandem.kernels.api import selection
-from tandem.kv_connector.layouts.layer_groups import push_groups
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
 LARGEST = 80  # tokens

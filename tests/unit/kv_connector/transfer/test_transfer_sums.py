@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tandem.engine.contracts.keys import AttemptKey
+from tandem.engine.contracts.kv_layout import push_groups
 from tandem.engine.contracts.wire.parts import FirstToken
 from tandem.engine.device.cuda_driver import merged_runs
 from tandem.kernels.blocks import digest
 from tandem.kernels.blocks.move_blocks import BlockPlaces
 from tandem.kv_connector.layouts.block_runs import block_runs
-from tandem.kv_connector.layouts.layer_groups import push_groups
 from tandem.kv_connector.protocol.jobs import BlockPush, Finalize, ReadySent, Verified, Verify, digest_key
 from tandem.kv_connector.transfer.waiting_jobs import WaitingJobs
 from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
