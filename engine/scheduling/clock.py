@@ -32,13 +32,11 @@ def size_of(num_tokens: int) -> int:
 
 
 class RunningStep(NamedTuple):
-    """A launched step: when, in seconds of the clock, and its tokens. What one takes that may wait for other nodes
-    says little of this one."""
+    """A launched step: when it was launched, in seconds of the clock, and how many tokens it has."""
 
     launched_at: float
     num_tokens: int
     num_prompt_tokens: int
-    may_wait: bool = False
 
     @property
     def size(self) -> int:
@@ -99,22 +97,23 @@ class StepClock:
         """When the device will have done what it was given, now at the earliest: a step that runs can't be stopped."""
         return max(self.now(), self.began_at() + sum(map(self.seconds_of, self._steps.values())))
 
-    def launched(self, step_id: int, num_tokens: int, num_prompt_tokens: int, may_wait: bool = False) -> None:
-        """Notes a step that is certain and goes to the device next. `may_wait`: for other nodes."""
-        self._steps[step_id] = RunningStep(self.now(), num_tokens, num_prompt_tokens, may_wait)
+    def launched(self, step_id: int, num_tokens: int, num_prompt_tokens: int) -> None:
+        """Notes a step that is certain and goes to the device next."""
+        self._steps[step_id] = RunningStep(self.now(), num_tokens, num_prompt_tokens)
 
     def seen_running(self) -> None:
         """Notes that the step to be read next still runs. If it is late by now, the device is slow and not the host."""
         self._seen_running_at = self.now()
 
-    def completed(self, step_id: int) -> float:
-        """Notes that a step's results were read, in the order of steps. Returns the seconds that it took."""
+    def completed(self, step_id: int, may_wait: bool = False) -> float:
+        """Notes that a step's results were read, in the order of steps. Returns the seconds that it took, which say
+        little of this node where it `may_wait` for others."""
         expected_begin = self.began_at()
         step = self._steps.pop(step_id)
         now = self.now()
         seconds = now - max(step.launched_at, self._last_completed)
         self._last_completed = self._free_at = now
-        if step.may_wait and self.prompt_rate.seconds:  # else it is better than nothing
+        if may_wait and self.prompt_rate.seconds:  # else it is better than nothing
             return seconds
         self._measure_prompt(step.num_prompt_tokens, seconds)
         if self._by_size:

@@ -80,7 +80,7 @@ class Scheduler:
         launched.num_prompt_tokens = sum(num for _, num in prompts)
         launched.may_wait = any(request.has_help for request, _ in prompts)
         self.state.prompt_order.launched(prompts)
-        self.state.clock.launched(step_id, output.num_tokens, launched.num_prompt_tokens, launched.may_wait)
+        self.state.clock.launched(step_id, output.num_tokens, launched.num_prompt_tokens)
         meta = None if self.state.connector is None else self.state.connector.build_connector_meta(output)
         meta = self.state.shares.step_meta(step_id, self.state.tiers.step_meta(step_id, meta))
         return output if meta is None else msgspec.structs.replace(output, connector_meta=meta)
@@ -110,7 +110,7 @@ class Scheduler:
         ended meanwhile are dropped."""
         self._take_withheld()  # those of a request that is trusted since then come before its tokens of this step
         launched = self._launched.pop(output.step_id)
-        seconds = self.state.clock.completed(output.step_id)
+        seconds = self.state.clock.completed(output.step_id, launched.may_wait)
         token_ids = result.token_ids.tolist()
         runs = self._judge(output, launched, token_ids if result.failure is None else [])
         self.work.observed(output, launched.num_prompt_tokens, seconds, launched.may_wait)

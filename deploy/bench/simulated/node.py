@@ -182,7 +182,7 @@ class SimulatedNode:
         self._context += max(1, num_steps) * len(self._decoding)
         if self._has_prompts is not None:
             num_rows, num_tokens = self._has_prompts
-            seconds = self._clock.completed(self._steps.num)
+            seconds = self._clock.completed(self._steps.num, self._may_wait)
             if not self._may_wait:
                 self._times.observed(num_rows + num_tokens, seconds)
             self._has_prompts = None
@@ -256,7 +256,7 @@ class SimulatedNode:
         self._run = now, 0.0, 0
         self._budget.had()
         self._may_wait = any(job.has_help for job, _ in work.chunks)
-        self._clock.launched(self._steps.num + 1, rows + work.num_tokens, work.num_tokens, self._may_wait)
+        self._clock.launched(self._steps.num + 1, rows + work.num_tokens, work.num_tokens)
         self.link.pushed_with(work, now)
         for job in work.begun:
             if job.decode_on and not job.has_claimed:

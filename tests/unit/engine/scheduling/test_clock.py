@@ -15,9 +15,9 @@ class Device:
         self.clock = StepClock(lambda: self.now, by_size=by_size)
 
     def run(self, num_tokens: int, seconds: float, may_wait: bool = False) -> None:
-        self.clock.launched(0, num_tokens, num_tokens, may_wait)
+        self.clock.launched(0, num_tokens, num_tokens)
         self.now += seconds
-        self.clock.completed(0)
+        self.clock.completed(0, may_wait)
 
 
 @pytest.mark.parametrize(("by_size", "seconds"), [(False, 0.05), (True, 0.2)])
