@@ -41,8 +41,7 @@ class RequestDesk:
 
     async def counts(self) -> dict[str, int]:
         """Prompts under way in all processes, and those of them without a node."""
-        parts = await self.exchange.ask({"what": "counts"})
-        return {name: sum(part[name] for part in parts) for name in ("active", "waiting_for_node")}
+        return _counted(await self.exchange.ask({"what": "counts"}))
 
     async def overview(self) -> dict[str, Any]:
         """What all processes show together: prompts under way and without a node, the slack of those that wait for a
@@ -50,8 +49,7 @@ class RequestDesk:
         parts = await self.exchange.ask({"what": "overview"})
         slacks = [part["least_slack_s"] for part in parts if part["least_slack_s"] is not None]
         return {
-            "active": sum(part["active"] for part in parts),
-            "waiting_for_node": sum(part["waiting_for_node"] for part in parts),
+            **_counted(parts),
             "least_slack_s": min(slacks, default=None),
             "late": sum(part["late"] for part in parts),
             "recent": _newest(MOST_RECENT, [part["recent"] for part in parts]),
@@ -106,6 +104,10 @@ class RequestDesk:
         answers = await cluster.stories.gather(list(asked), ask, tell, STORY_S) if asked else {}
         came = {key.node_id: answer for key, answer in answers.items() if answer is not None}
         return told(story, came, time.monotonic())
+
+
+def _counted(parts: list[dict[str, Any]]) -> dict[str, int]:
+    return {name: sum(part[name] for part in parts) for name in ("active", "waiting_for_node")}
 
 
 def _newest(most: int, parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
