@@ -22,7 +22,7 @@ from engine_workloads import WORKLOADS, Floors, Limits, Workload
 
 from tandem.deploy.bench.request_times import percentile
 from tandem.engine.blocks.pool import BlockPool
-from tandem.engine.contracts.config import LoraOptions, ModelOptions, NodeOptions, SchedulerOptions
+from tandem.engine.contracts.config import CacheOptions, LoraOptions, ModelOptions, NodeOptions, SchedulerOptions
 from tandem.engine.contracts.hashing import root_hash
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ from tandem.kv_connector.transports.node_transports import NodeTransports
 from tandem.node.drafting.engine import make_drafting
 from tandem.node.pool import allocate_node_pool
 from tandem.node.ranks.leader import start_ranks
-from tandem.node.setup import LoadedModel, load, size_pool, with_device_defaults
+from tandem.node.setup import LoadedModel, block_window, load, size_pool, with_device_defaults
 
 
 @dataclass
@@ -75,10 +75,12 @@ class Engine:
         clock: StepClock | None = None,
         prompt_graph_tokens: int = NodeOptions.prompt_graph_tokens,
         prompt_graph_attention: bool = NodeOptions.prompt_graph_attention,
+        hybrid_kv: bool = True,
     ) -> None:
         options = NodeOptions(
             "unified",
             ModelOptions(model, load_format=load_format, max_model_len=max_model_len),  # type: ignore[arg-type]
+            cache=CacheOptions(hybrid_kv=hybrid_kv),
             scheduler=SchedulerOptions(
                 decode_prompt_budget=prompt_budget, share_prefixes=True, speculative_config=speculative_config
             ),
@@ -98,7 +100,7 @@ class Engine:
         length, guides = self.loaded.max_model_len, Guides(Grammars(self.loaded.folder, self.loaded.config.vocab_size))
         self.runner = ModelRunner(
             self.loaded.model, pool, self.options.scheduler, block_size, length, (), None, self.ranks, guides,
-            adapters=self.loaded.adapters,
+            adapters=self.loaded.adapters, places=self.loaded.layout.group.places,
         )  # fmt: skip
         self.runner.warmup()
         self.on_gpu = self.loaded.device.type == "cuda"
@@ -108,7 +110,8 @@ class Engine:
         self.drafting = make_drafting(self.loaded.draft, self.options, num_blocks, self.runner, clock)
         if self.drafting is not None:
             self.drafting.warm_up(cuda_graphs and self.on_gpu, self.on_gpu)
-        self.blocks = BlockPool(num_blocks, enable_caching=True)
+        window = block_window(self.loaded, self.options)
+        self.blocks = BlockPool(num_blocks - window.num_null_blocks, enable_caching=True, window=window)
         scheduler = Scheduler(
             SchedulerState(
                 self.options.scheduler,

@@ -25,7 +25,7 @@ import torch
 
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
-from tandem.engine.contracts.kv_layout import KVGroup, KVLayout, push_groups
+from tandem.engine.contracts.kv_layout import KVGroup, KVLayout, LayerPlace, push_groups
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.engine.contracts.wire.parts import NodeInfo
@@ -191,7 +191,7 @@ def make_prefill(model: str, load_format: str, num_tokens: int) -> Prefill:
         lambda peer, on_lost: MappedChannel(registered, peer, mapping, on_lost),
         events.append, lambda sink_id, ready: None, lambda *lost: print("lost:", *lost),
     )  # fmt: skip
-    layers = {name: index for index, name in enumerate(loaded.model.attention_layers)}
+    layers = {name: LayerPlace(0, index) for index, name in enumerate(loaded.model.attention_layers)}
     runner = ModelRunner(
         loaded.model, pools[0], options.scheduler, loaded.layout.block_size, loaded.max_model_len, (),
         ConnectorWorker(transfer, layers),

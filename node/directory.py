@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 def make_kept(options: NodeOptions, pool: BlockPool) -> KeptElsewhere | None:
     """Makes what knows which blocks peers keep; None where nothing is left to anybody."""
     leaves = options.cache.keep_kv_once and options.redis_url and pool.enable_caching
+    leaves = leaves and not pool.windows.num_each  # a peer may keep a block without its window blocks
     return KeptElsewhere() if leaves else None
 
 

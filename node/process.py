@@ -197,7 +197,7 @@ class NodeProcess:
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        announce(self.info, self.loaded, self.pool.num_blocks, self.options.compile, self.launcher)
+        announce(self.info, self.loaded, self.pool.num_blocks // self.pool.cost(1), self.options.compile, self.launcher)
         code = self.run()
         if code:
             end_process("the engine failed")
@@ -243,8 +243,8 @@ class NodeProcess:
         )
 
     def _make_worker(self) -> ConnectorWorker:
-        layers = {name: index for index, name in enumerate(self.loaded.model.attention_layers)}
-        return ConnectorWorker(self.transfer, layers, lags=self.ranks is not None)
+        layers, group = list(self.loaded.model.attention_layers), self.loaded.layout.group
+        return ConnectorWorker(self.transfer, group.places_of(layers), lags=self.ranks is not None)
 
     def _make_runner(self, memory: NodePool) -> ModelRunner:
         return ModelRunner(
@@ -261,6 +261,7 @@ class NodeProcess:
             self.loaded.adapters,
             raises_precision(self.loaded, self.options),
             self.quality,
+            places=self.loaded.layout.group.places,
         )
 
     def _make_control(self, sockets: ControlSockets) -> ControlPlane:

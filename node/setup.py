@@ -14,7 +14,7 @@ from tandem.engine.adapters.node_adapters import NodeAdapters, TakesAdapters
 from tandem.engine.blocks.window import NO_WINDOW, BlockWindow
 from tandem.engine.contracts.config import LoraOptions, NodeOptions
 from tandem.engine.contracts.errors import ConfigError
-from tandem.engine.contracts.kv_layout import KVGroup, KVLayout, ModelIdentity
+from tandem.engine.contracts.kv_layout import KVGroup, KVLayout, ModelIdentity, places_of_layers
 from tandem.engine.contracts.model_folder import resolve_model, served_name
 from tandem.engine.contracts.model_shape import ModelShape
 from tandem.engine.contracts.wire.parts import SPAN_MULTIPLE
@@ -26,7 +26,7 @@ from tandem.engine.parallel.group import Membership, TensorParallel
 from tandem.engine.precision.kv_scales import scales_of_random_prompts
 from tandem.engine.running.at_start.memory import profile_free_bytes
 from tandem.engine.running.runner_needs import Model
-from tandem.engine.scheduling.speculation.options import read_speculative_config
+from tandem.engine.scheduling.speculation.options import PromptLookup, read_speculative_config
 from tandem.node.drafting.engine import LoadedDraft, load_draft
 from tandem.node.drafting.heads import LoadedHead, load_head
 from tandem.node.precise.another_cache import OverAnotherCache
@@ -124,8 +124,7 @@ def load(
     model = load_chosen(folder, config, options.model, device, dtype, options.attention_backend, group, on_loaded)
     if cache.calculate_kv_scales:
         layout = _with_measured_scales(layout, model, config, options, max_model_len, device, dtype)
-    slides = msgspec.structs.replace(layout.group, window=_window_of(model))
-    layout = msgspec.structs.replace(layout, groups=(slides,))
+    layout = _with_windows(layout, model, options)
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
     head = load_head(options, model, folder, max_model_len, layout, identity)
     if head is not None:
@@ -257,14 +256,26 @@ def block_window(loaded: LoadedModel, options: NodeOptions) -> BlockWindow:
     window = loaded.layout.group.window
     if window is None or loaded.draft is not None:
         return NO_WINDOW
-    return BlockWindow(window, options.cache.block_size)
+    return BlockWindow(window, options.cache.block_size, loaded.layout.group.num_windows)
 
 
-def _window_of(model: Model) -> int | None:
-    """The widest window of its layers; None where one of them sees everything."""
+def _with_windows(layout: KVLayout, model: Model, options: NodeOptions) -> KVLayout:
+    """`layout` with the widest window of the model's layers, if all slide, or if those that do have window blocks."""
     windows = [layer.spec.sliding_window for layer in model.attention_layers.values()]
     known = [window for window in windows if window is not None]
-    return max(known) if known and len(known) == len(windows) and not model.cross_layers else None
+    if not known or model.cross_layers:
+        return layout
+    group = layout.group
+    guesses = read_speculative_config(options.scheduler.speculative_config)
+    sees_further = guesses is not None and not isinstance(guesses, PromptLookup)  # in the same blocks
+    apart = options.cache.hybrid_kv and not (sees_further or group.k_scales or options.cache.precise_kv_tokens)
+    places = places_of_layers(windows) if apart else ()
+    if places:
+        num_layers = 1 + max(place.layer for place in places)
+        group = msgspec.structs.replace(group, num_layers=num_layers, places=places, window=max(known))
+    elif len(known) == len(windows):
+        group = msgspec.structs.replace(group, window=max(known))
+    return msgspec.structs.replace(layout, groups=(group,))
 
 
 def with_length_that_fits(loaded: LoadedModel, options: NodeOptions, num_blocks: int) -> LoadedModel:
@@ -272,7 +283,8 @@ def with_length_that_fits(loaded: LoadedModel, options: NodeOptions, num_blocks:
 
     Warns when the model's own length does not; raises ConfigError when the configured one does not.
     """
-    fits, wanted = num_blocks * options.cache.block_size, loaded.max_model_len
+    num_places = num_blocks // loaded.layout.group.blocks_each
+    fits, wanted = num_places * options.cache.block_size, loaded.max_model_len
     if wanted <= fits:
         return loaded
     pool = f"the KV pool of {num_blocks} blocks of {options.cache.block_size} tokens holds {fits}"

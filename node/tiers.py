@@ -55,7 +55,8 @@ def make_tiers(
         return None
     kind = Fp8Blocks if compresses(options, memory.tensor) else ExactBlocks
     whole = memory.tensor if memory.ranks is None else memory.ranks.new_blocks(1)
-    num_host = host_tier_bytes(options, whole.is_cuda) // kind.slot_bytes(whole)
+    each = memory.layout.group.blocks_each
+    num_host = host_tier_bytes(options, whole.is_cuda) // (each * kind.slot_bytes(whole))
     if not num_host:
         if wants_disk:
             raise ConfigError(
@@ -63,7 +64,7 @@ def make_tiers(
             )
         return None
     try:
-        host = HostTier(memory.tensor, kind(whole, num_host), post, memory.ranks)
+        host = HostTier(memory.tensor, kind(whole, num_host, each), post, memory.ranks)
     except ConfigError as error:
         if wants_disk or options.cache.host_tier_bytes > 0:
             raise

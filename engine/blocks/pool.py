@@ -12,15 +12,16 @@ hears of it (`drain_events`) when the step that computes it has completed.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import islice, takewhile
+from itertools import islice
 
-from tandem.engine.blocks.cooling import CoolingBlocks
+from tandem.engine.blocks.free_queue import FreeQueue
 from tandem.engine.blocks.prefix_tree import PrefixTree
 from tandem.engine.blocks.publication import NO_STEP, BlockPublication
 from tandem.engine.blocks.reservations import Reservations
 from tandem.engine.blocks.window import NO_WINDOW, BlockWindow
+from tandem.engine.blocks.window_blocks import WindowBlocks
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.contracts.tenants import TenantBlocks, TenantShares
 
@@ -39,19 +40,16 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}; give the KV cache more memory")
         self.num_blocks = num_blocks
-        self.enable_caching = enable_caching
-        self.window = window
+        self.enable_caching, self.window = enable_caching, window
         # Stands in lists of blocks where a sequence gave one back. It may be touched and freed like any other, but has
         # two references of nobody: so it never becomes free, and nobody may write it.
         self.null_block = num_blocks
-        self._ref_counts = [0] * num_blocks + [2]
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._generations = [0] * num_blocks
-        self._going_first: set[int] = set()  # free blocks that were put before others, see `reuse_first`
-        self._cooling = CoolingBlocks(num_blocks + 1)
+        self._ref_counts, self._generations = [0] * num_blocks + [2], [0] * num_blocks
+        self._free = FreeQueue(num_blocks)
         # The hash table, and the tree that its prefixes form.
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
+        self.windows = WindowBlocks(window, self._ref_counts, self._hash_of, self._free)
         self._tree = PrefixTree()
         self._tenant_of: dict[bytes, bytes] = {}  # hash -> tenant, for blocks that belong to one
         self.shares = shares or TenantShares()
@@ -68,7 +66,7 @@ class BlockPool:
     @property
     def num_grantable(self) -> int:
         """Free blocks that no launched step can write any more."""
-        return len(self._free) - len(self._cooling)
+        return self._free.num_grantable
 
     @property
     def num_cached(self) -> int:
@@ -108,16 +106,17 @@ class BlockPool:
         return self._generations[block_id]
 
     def cold_end(self, limit: int, begin: int = 0) -> list[bytes]:
-        """Published hashes among the next `limit` blocks to be reused after the next `begin`, in that order."""
-        hashes = (self._hash_of[block_id] for block_id in islice(self._free, begin, begin + limit))
-        return [each for each in hashes if each is not None and not self._publication.awaits(each)]
+        """Published hashes of the next `limit` blocks to be reused after the next `begin`, or whose window blocks these
+        are, in that order."""
+        found = dict.fromkeys(map(self.windows.found_as, islice(self._free, begin, begin + limit)))
+        return [each for each in found if each is not None and not self._publication.awaits(each)]
 
     def is_writable(self, block_id: int) -> bool:
         """Whether a block may be written: only one with one holder and without a hash may."""
         return self._ref_counts[block_id] == 1 and self._hash_of[block_id] is None
 
     def is_cooling(self, block_id: int) -> bool:
-        return self._cooling.is_cooling(block_id)
+        return self._free.cooling.is_cooling(block_id)
 
     # --- references -----------------------------------------------------------------------------------------
 
@@ -125,95 +124,90 @@ class BlockPool:
         """Blocks of the longest cached prefix of `hashes`. No side effect: `touch` what you keep, then allocate."""
         found = []
         for block_hash in hashes:
-            block_id = self._block_of.get(block_hash)
-            if block_id is None:
+            if (block_id := self._block_of.get(block_hash)) is None:
                 break
             found.append(block_id)
         return found
 
-    def num_unused(self, block_ids: Iterable[int]) -> int:
+    def num_unused(self, block_ids: Sequence[int]) -> int:
         """How many of `block_ids` are in the free queue: what touching them takes from `num_free`."""
-        return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
+        return sum(self._ref_counts[block_id] == 0 for block_id in block_ids) + self.windows.num_unused(block_ids)
 
-    def touch(self, block_ids: Iterable[int]) -> None:
-        """Adds one reference to each of these blocks."""
-        for block_id in block_ids:
+    def touch(self, block_ids: Iterable[int], num_passed: int = 0) -> None:
+        """Adds one reference to each of these blocks, and to window blocks but for the first `num_passed`."""
+        for place, block_id in enumerate(block_ids):
             if self._ref_counts[block_id] == 0:
                 self._leave_free_queue(block_id)
             self._ref_counts[block_id] += 1
+            if self.windows.num_each and place >= num_passed:
+                self.windows.need(block_id)
 
     def passed(self, num: int) -> list[int]:
         """So many places of the null block in a list of blocks, with one reference each."""
         self._ref_counts[self.null_block] += num
         return [self.null_block] * num
 
-    def allocate(self, num: int) -> list[int] | None:
-        """`num` blocks to be written by this node's own stream, or None (and no change) when fewer are free."""
-        if num > len(self._free):
-            return None
-        return [self._take(next(iter(self._free))) for _ in range(num)]
+    def cost(self, num: int, num_bare: int = 0) -> int:
+        """How many blocks `num` of a sequence take with their window blocks, which the first `num_bare` lack."""
+        return num + self.windows.num_each * (num - num_bare)
 
-    def allocate_grantable(self, num: int) -> list[int] | None:
+    def allocate(self, num: int, num_bare: int = 0) -> list[int] | None:
+        """`num` blocks to be written by this node's own stream, or None (and no change) when fewer are free. The first
+        `num_bare` have no window blocks."""
+        if (needed := self.cost(num, num_bare)) > len(self._free):
+            return None
+        return self.windows.hand_out([self._take(next(iter(self._free))) for _ in range(needed)], num, num_bare)
+
+    def allocate_grantable(self, num: int, num_bare: int = 0) -> list[int] | None:
         """`num` blocks that anyone may write: no launched step still writes them. None when there are fewer."""
-        if num > self.num_grantable:
+        if (needed := self.cost(num, num_bare)) > self.num_grantable:
             return None
-        chosen = list(islice((each for each in self._free if not self.is_cooling(each)), num))
-        return [self._take(block_id) for block_id in chosen]
+        return self.windows.hand_out([self._take(each) for each in self._free.grantable(needed)], num, num_bare)
 
-    def free(self, block_ids: Sequence[int], last_step: int | None) -> None:
-        """Gives one reference to each back. `block_ids` in order of position: of a chain, children are reused first.
+    def free(self, block_ids: Sequence[int], last_step: int | None, num_passed: int = 0) -> None:
+        """Gives one reference to each back, with window blocks but for the first `num_passed`. `block_ids` in order of
+        position: of a chain, children are reused first.
 
         `last_step` is the newest step, launched or about to be, that may write them for this holder; None: no step.
         """
-        for block_id in reversed(block_ids):
+        for place, block_id in reversed(list(enumerate(block_ids))):
             assert self._ref_counts[block_id] > 0, f"block {block_id} is freed and has no holder"
             self._ref_counts[block_id] -= 1
             if last_step is not None:
-                self._cooling.may_write(last_step, block_id)
+                self._free.cooling.may_write(last_step, block_id)
             if self._ref_counts[block_id] == 0:
-                self._enter_free_queue(block_id)
-                tenant = self._tenant_of_block(block_id)
-                if tenant:
+                self._free.enter(block_id, self._hash_of[block_id] is not None)
+                if tenant := self._tenant_of_block(block_id):
                     self._tenants.free(tenant, block_id)
                     self._keep_to_quota(tenant)
+            if self.windows.num_each and place >= num_passed:
+                self.windows.pass_by((block_id,), last_step)
 
     def _take(self, block_id: int) -> int:
-        block_hash = self._hash_of[block_id]
-        if block_hash is not None:
+        if (block_hash := self._hash_of[block_id]) is not None:
             self._forget(block_hash)
+        self.windows.reuse(block_id)
         self._leave_free_queue(block_id)
         self._generations[block_id] += 1
         self._ref_counts[block_id] = 1
         return block_id
 
-    def _enter_free_queue(self, block_id: int) -> None:
-        self._free[block_id] = None
-        if self._hash_of[block_id] is None:  # nothing worth keeping: reuse it before evicting anything
-            self._free.move_to_end(block_id, last=False)
-        self._cooling.freed(block_id)
-
     def _leave_free_queue(self, block_id: int) -> None:
-        del self._free[block_id]
-        self._going_first.discard(block_id)
-        tenant = self._tenant_of_block(block_id)
-        if tenant:
+        self._free.leave(block_id)
+        if tenant := self._tenant_of_block(block_id):
             self._tenants.held(tenant, block_id)
-        self._cooling.taken(block_id)
 
     def reuse_first(self, hashes: Sequence[bytes]) -> None:
         """Has these cached blocks, which nobody holds, reused before all others, but for those that hold nothing or
         were put first before them. Children come first, and all of them: what is reached through a block leaves the
         table with it."""
         if hashes:
-            first = [self._block_of[each] for each in hashes]
-            ahead = list(takewhile(lambda each: self._hash_of[each] is None or each in self._going_first, self._free))
-            for block_id in reversed([*ahead, *first]):
-                self._free.move_to_end(block_id, last=False)
-            self._going_first.update(first)
+            found_as = self.windows.found_as
+            self._free.put_first([self._block_of[each] for each in hashes], lambda each: found_as(each) is None)
 
     def goes_first(self, block_hash: bytes) -> bool:
         """Whether it was put before others, and was not used since."""
-        return self._block_of.get(block_hash) in self._going_first
+        return self._free.goes_first(self._block_of.get(block_hash))
 
     # --- hashes ---------------------------------------------------------------------------------------------
 
@@ -232,7 +226,11 @@ class BlockPool:
         when caching is off, the hash is taken (first insert wins), it has a hash, or its parent is not cached.
         """
         assert self._ref_counts[block_id] > 0, f"block {block_id} is registered and has no holder"
-        if not self.enable_caching or block_hash in self._block_of or self._hash_of[block_id] is not None:
+        if not self.enable_caching or self._hash_of[block_id] is not None:
+            return False
+        if (known := self._block_of.get(block_hash)) is not None:
+            if self.windows.is_whole(block_id) and not self.windows.is_whole(known):
+                self._put_in_place_of(known, block_id, block_hash, NO_STEP if step is None else step)
             return False
         if not self._tree.add(block_hash, parent):
             return False
@@ -244,6 +242,14 @@ class BlockPool:
             self._tenants.cached(tenant)
             self._keep_to_quota(tenant)
         return True
+
+    def _put_in_place_of(self, known: int, block_id: int, block_hash: bytes, step: int) -> None:
+        """Has a block found in place of one that has lost its window blocks."""
+        self._hash_of[known], self._hash_of[block_id], self._block_of[block_hash] = None, block_hash, block_id
+        if known in self._free:
+            self._tenants.held(self.tenant(block_hash), known)
+            self._free.void((known,))
+        self._publication.rewritten(block_hash, step)
 
     def _keep_to_quota(self, tenant: bytes) -> None:
         """A tenant beyond its share gives up its own blocks, those that nobody holds and that were used longest ago."""
@@ -262,7 +268,8 @@ class BlockPool:
             block_id = self._block_of.pop(gone)
             self._hash_of[block_id] = None
             if block_id in self._free:
-                self._free.move_to_end(block_id, last=False)
+                self._free.void((block_id,))
+            self.windows.lose(block_id)
             if tenant := self._tenant_of.pop(gone, b""):
                 self._tenants.forgotten(tenant, block_id)
             self._publication.removed(gone)
@@ -282,15 +289,15 @@ class BlockPool:
     # --- steps ----------------------------------------------------------------------------------------------
 
     def step_launched(self, step_id: int) -> None:
-        self._cooling.step_launched(step_id)
+        self._free.cooling.step_launched(step_id)
 
     def step_completed(self, step_id: int) -> None:
         """Every write of steps up to `step_id` has landed: blocks cool down, hashes are published."""
-        self._cooling.step_completed(step_id)
+        self._free.cooling.step_completed(step_id)
         self._publication.completed(step_id)
 
     def has_completed(self, step_id: int) -> bool:
-        return self._cooling.has_completed(step_id)
+        return self._free.cooling.has_completed(step_id)
 
     def step_failed(self, step_id: int) -> None:
         """Drops the hashes of blocks that step `step_id`, which wrote nothing, or a later step should have filled.
@@ -307,21 +314,22 @@ class BlockPool:
     def spoil(self, block_ids: Iterable[int]) -> None:
         """Takes the hashes of these blocks, and of those behind them: what they hold is not to be found."""
         for block_id in block_ids:
-            block_hash = self._hash_of[block_id]
-            if block_hash is not None:
+            if (block_hash := self._hash_of[block_id]) is not None:
                 self._forget(block_hash)
 
     # --- integrity ------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of this class does not hold. Linear in the size of the pool."""
-        free = {block_id for block_id in range(self.num_blocks) if self._ref_counts[block_id] == 0}
-        assert min(self._ref_counts) >= 0, "a reference count is negative"
-        assert self._ref_counts[self.null_block] >= 2, "somebody gave back a place of the null block twice"
-        assert free == set(self._free), "the free queue is not the set of blocks without a holder"
-        assert self._going_first <= free, "what is used goes first"
-        self._cooling.check_integrity(free)
+        _check_references(self)
+        self.windows.check_integrity()
         _check_hashes(self)
+
+
+def _check_references(pool: BlockPool) -> None:
+    assert min(pool._ref_counts) >= 0, "a reference count is negative"
+    assert pool._ref_counts[pool.null_block] >= 2, "somebody gave back a place of the null block twice"
+    pool._free.check_integrity({block_id for block_id in range(pool.num_blocks) if pool._ref_counts[block_id] == 0})
 
 
 def _check_hashes(pool: BlockPool) -> None:

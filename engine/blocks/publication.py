@@ -20,6 +20,7 @@ class BlockPublication:
         self._step_of: dict[bytes, int] = {}  # hash -> the step that it awaits
         self._awaiting: dict[int, list[bytes]] = {}  # step -> its hashes, perhaps with some that were removed since
         self._events: list[BlockEvent] = []
+        self._rewritten: set[bytes] = set()  # of those that await a step: events told so before
 
     def awaits(self, block_hash: bytes) -> bool:
         return block_hash in self._step_of
@@ -34,8 +35,17 @@ class BlockPublication:
             self._step_of[block_hash] = step
             self._awaiting.setdefault(step, []).append(block_hash)
 
+    def rewritten(self, block_hash: bytes, step: int) -> None:
+        """Notes that a cached block's content is in another one from now on, whose last token `step` writes."""
+        if step > self._newest_completed and block_hash not in self._step_of:
+            self._step_of[block_hash] = step
+            self._awaiting.setdefault(step, []).append(block_hash)
+            self._rewritten.add(block_hash)
+
     def removed(self, block_hash: bytes) -> None:
-        if self._step_of.pop(block_hash, None) is None:
+        was_told = self._step_of.pop(block_hash, None) is None or block_hash in self._rewritten
+        self._rewritten.discard(block_hash)
+        if was_told:
             self._events.append(BlockEvent(block_hash, stored=False))
 
     def completed(self, step_id: int) -> None:
@@ -45,7 +55,9 @@ class BlockPublication:
             for block_hash in self._awaiting.pop(step):
                 if self._step_of.get(block_hash) == step:
                     del self._step_of[block_hash]
-                    self._events.append(BlockEvent(block_hash, stored=True))
+                    if block_hash not in self._rewritten:
+                        self._events.append(BlockEvent(block_hash, stored=True))
+                    self._rewritten.discard(block_hash)
 
     def from_step(self, step_id: int) -> list[bytes]:
         """Hashes that await `step_id` or a later step."""
@@ -60,6 +72,7 @@ class BlockPublication:
         """Raises AssertionError when an invariant does not hold. `parent_of`: every cached hash -> its parent."""
         assert self._step_of.keys() <= parent_of.keys(), "an evicted block waits to be published"
         for block_hash, parent in parent_of.items():
-            parent_step = NO_STEP if parent is None else self._step_of.get(parent, NO_STEP)
+            is_told = parent is None or parent in self._rewritten
+            parent_step = NO_STEP if is_told else self._step_of.get(parent, NO_STEP)  # type: ignore[arg-type]
             is_later = parent_step <= self._step_of.get(block_hash, NO_STEP)
             assert is_later or parent_step <= self._newest_completed, "a child is published before its parent"

@@ -1,5 +1,4 @@
-"""Which leading blocks of a sequence are not read any more where every layer of a model slides. Pure;
-docs/sliding_windows.md."""
+"""Which leading blocks of a sequence are not read any more by layers that slide. Pure; docs/sliding_windows.md."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ class BlockWindow:
 
     num_tokens: int
     block_size: int
+    num_each: int = 0  # of window blocks that a block has, where other layers see everything (window_blocks.py)
 
     def num_passed(self, position: int) -> int:
         """How many leading blocks lie wholly before all that queries at `position` and behind it see."""

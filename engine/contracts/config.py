@@ -86,6 +86,9 @@ class CacheOptions:
         Literal["auto", "fp8_e4m3"],
         "as what the tiers keep KV; fp8_e4m3: in half of the bytes, restored to 3 bits of mantissa",
     ] = "auto"
+    hybrid_kv: Annotated[
+        bool, "where some layers slide and others see everything: keep theirs apart, and give back what slid out"
+    ] = True
     keep_kv_once: Annotated[
         bool, "keep no copy in host memory, and rather none in the pool, of what a node of this host surely keeps"
     ] = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
@@ -27,10 +29,33 @@ def push_groups(num_layers: int) -> list[range]:
     return [*groups, range(last, num_layers)]
 
 
-class KVGroup(msgspec.Struct, frozen=True):
-    """Layers that share one block table. Version one of the engine builds exactly one group."""
+class LayerPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where a layer's KV is: in a sequence's blocks (table 0) or in those of its lists of window blocks, and there in
+    this layer of the pool."""
 
-    num_layers: int
+    table: int
+    layer: int
+
+
+def places_of_layers(windows: Sequence[int | None]) -> tuple[LayerPlace, ...]:
+    """The places of layers that see so many tokens (None: all), where some of each kind are better kept apart: as many
+    layers to a block as see everything. (): all are kept together."""
+    num_full = sum(window is None for window in windows)
+    if not 0 < num_full <= len(windows) - num_full:
+        return ()
+    places, seen = [], [0, num_full]  # of those that see everything, of those that slide
+    for window in windows:
+        kind = int(window is not None)
+        places.append(LayerPlace(*divmod(seen[kind], num_full)))
+        seen[kind] += 1
+    return tuple(places)
+
+
+class KVGroup(msgspec.Struct, frozen=True):
+    """The layers of a pool. `places` has one for each of the model's layers where layers that slide have window blocks
+    of their own (docs/layouts.md); (): layer l of the model is layer l of the pool."""
+
+    num_layers: int  # of the pool
     num_kv_heads: int  # heads held by this rank
     head_dim: int
     dtype: str  # a key of DTYPE_BYTES
@@ -40,6 +65,22 @@ class KVGroup(msgspec.Struct, frozen=True):
     num_all_kv_heads: int = 0  # of the model; 0: num_kv_heads * tp_size. If it is less, ranks hold copies of heads
     k_scales: tuple[float, ...] = ()  # scales of fp8, one a layer: value = stored * scale. (): 1.0 for all
     v_scales: tuple[float, ...] = ()
+    places: tuple[LayerPlace, ...] = ()
+
+    def places_of(self, layers: Sequence[str]) -> dict[str, LayerPlace]:
+        """Where these layers, all of the model's in their order, have their KV."""
+        every = self.places or tuple(LayerPlace(0, index) for index in range(len(layers)))
+        return dict(zip(layers, every, strict=True))
+
+    @property
+    def num_windows(self) -> int:
+        """How many window blocks a block has beside it."""
+        return max((place.table for place in self.places), default=0)
+
+    @property
+    def blocks_each(self) -> int:
+        """How many blocks `block_size` tokens take with window blocks."""
+        return 1 + self.num_windows
 
     def payload_bytes(self, block_size: int) -> int:
         return (

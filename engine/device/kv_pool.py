@@ -119,7 +119,7 @@ def num_blocks_for(options: CacheOptions, layout: KVLayout, free_bytes: int, twi
     if options.num_blocks:
         if options.num_blocks < MIN_BLOCKS:
             raise ConfigError(f"num_blocks is {options.num_blocks}: a pool needs at least {MIN_BLOCKS}")
-        return options.num_blocks
+        return options.num_blocks * layout.group.blocks_each
     available = options.kv_cache_memory_bytes or free_bytes
     num_blocks = max(available, 0) // (layout.stride_bytes + twin_bytes)
     if num_blocks < MIN_BLOCKS:

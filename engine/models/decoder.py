@@ -250,7 +250,7 @@ class DecoderModel(nn.Module):
         context = get_forward_context()
         if context.adapters is not None:
             return False
-        metadata = context.attn_metadata
+        metadata = context.any_metadata()
         only_decodes = isinstance(metadata, AttentionMetadata) and metadata.num_decode_rows == len(residual_TE)
         return only_decodes and few_rows.serves(residual_TE, self._few_rows_products)
 

@@ -120,7 +120,9 @@ class MixtureOfExperts(nn.Module):
 
     def _tally(self, num_tokens: int) -> Tally | None:
         """None where nothing is counted: tokens left out before a pass's last layer have no slots at hand."""
-        if self._counts_X is None or not isinstance(metadata := get_forward_context().attn_metadata, AttentionMetadata):
+        if self._counts_X is None or not isinstance(
+            metadata := get_forward_context().any_metadata(), AttentionMetadata
+        ):
             return None
         slots_T = metadata.slot_mapping
         return Tally(self._counts_X, slots_T) if len(slots_T) == num_tokens else None

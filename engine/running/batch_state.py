@@ -65,14 +65,17 @@ class BatchState:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         device: torch.device,
+        num_windows: int = 0,
     ) -> None:
+        """`num_windows`: how many lists of window blocks a sequence has beside its blocks."""
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.device = device
         self.max_blocks = -(-max_model_len // block_size)
         # Two columns more than the model's length: a token past the end may be in flight when a sequence stops.
         self.token_ids_SC = torch.zeros((max_num_seqs, max_model_len + 2), dtype=torch.int32, device=device)
-        self.block_table_SB = torch.zeros((max_num_seqs, self.max_blocks), dtype=torch.int32, device=device)
+        tables = torch.zeros((1 + num_windows, max_num_seqs, self.max_blocks), dtype=torch.int32, device=device)
+        self.tables_SB = list(tables)  # of blocks, then of window blocks
         self.host_block_table_SB = np.zeros((max_num_seqs, self.max_blocks), np.int32)  # as on the device
         self.num_table_changes = 0  # appended blocks don't count
         self.settings = np.zeros(max_num_seqs, SETTINGS)
@@ -102,19 +105,22 @@ class BatchState:
                 limited.exception("the sampling parameters %r can't be used", new.sampling)
                 failed[new.slot] = f"its sampling parameters can't be used: {error!r}"
                 self._set_settings(msgspec.structs.replace(new, sampling=_NEUTRAL))
-        table_at, table_values = self._table_patch(new_slots)
-        table_at += [np.array([a.slot * self.max_blocks + a.index for a in block_appends], np.int64)]
-        table_values += [np.array([a.block_id for a in block_appends], np.int64)]
+        patches = self._table_patches(new_slots)
+        for table, (_, at, values) in enumerate(patches):
+            appends = [each for each in block_appends if each.table == table]
+            at.append(np.array([a.slot * self.max_blocks + a.index for a in appends], np.int64))
+            values.append(np.array([a.block_id for a in appends], np.int64))
         assert all(0 <= a.index < self.max_blocks for a in block_appends), "a block beyond max_model_len"
         for append in block_appends:
-            self.host_block_table_SB[append.slot, append.index] = append.block_id
+            if append.table == 0:
+                self.host_block_table_SB[append.slot, append.index] = append.block_id
         columns = self.token_ids_SC.shape[1]
         token_at = [new.slot * columns + np.arange(len(new.token_ids)) for new in new_slots]
         token_values = [new.token_ids for new in new_slots]
         drafted = [sample for sample in samples if sample.draft >= 0]
         token_at.append(np.array([each.slot * columns + each.position - 1 for each in drafted], np.int64))
         token_values.append(np.array([each.draft for each in drafted], np.int64))
-        self._scatter([(self.block_table_SB, table_at, table_values), (self.token_ids_SC, token_at, token_values)])
+        self._scatter([*patches, (self.token_ids_SC, token_at, token_values)])
         penalised = [new for new in new_slots if self.settings["penalised"][new.slot]]
         if penalised:
             self._count_tokens(penalised)
@@ -134,7 +140,7 @@ class BatchState:
                 counts_SV, in_prompt_SV = self._penalty_tables()
                 counts_SV[fork.slot] = counts_SV[fork.parent_slot]
                 in_prompt_SV[fork.slot] = in_prompt_SV[fork.parent_slot]
-        self._scatter([(self.block_table_SB, *self._table_patch(forks))])
+        self._scatter(self._table_patches(forks))
 
     def write_tokens(self, slot_N: torch.Tensor, position_N: torch.Tensor, token_N: torch.Tensor) -> None:
         """Writes sampled tokens into the table, where the next step reads its input."""
@@ -162,13 +168,24 @@ class BatchState:
             kept_N = is_own_N | (kept_N.roll(1) & is_right_N)
         return kept_N
 
-    def _table_patch(self, slots: Sequence[NewSlot] | Sequence[ForkSlot]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    @property
+    def block_table_SB(self) -> torch.Tensor:
+        return self.tables_SB[0]
+
+    def _table_patches(
+        self, slots: Sequence[NewSlot] | Sequence[ForkSlot]
+    ) -> list[tuple[torch.Tensor, list[np.ndarray], list[np.ndarray]]]:
+        """What `_scatter` takes, for each table."""
         assert all(len(entry.block_ids) <= self.max_blocks for entry in slots), "a block beyond max_model_len"
         self.num_table_changes += len(slots)
         for entry in slots:
             self.host_block_table_SB[entry.slot, : len(entry.block_ids)] = entry.block_ids
         at = [entry.slot * self.max_blocks + np.arange(len(entry.block_ids)) for entry in slots]
-        return at, [np.array(entry.block_ids, np.int64) for entry in slots]
+        lists = [(entry.block_ids, *entry.window_ids) for entry in slots]
+        return [
+            (table_SB, list(at), [np.array(each[index], np.int64) for each in lists])
+            for index, table_SB in enumerate(self.tables_SB)
+        ]
 
     def _scatter(self, patches: list[tuple[torch.Tensor, list[np.ndarray], list[np.ndarray]]]) -> None:
         """Sets table.flat[indices] = values for each (table, flat indices, values), all sent in one copy."""

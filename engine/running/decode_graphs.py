@@ -26,12 +26,13 @@ import numpy as np
 import torch
 
 from tandem.engine.running.batch_state import BatchState
-from tandem.engine.running.encoder_spans import EncoderSpans
+from tandem.engine.running.encoder_spans import CrossInputs, EncoderSpans
 from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.scheduling.step import ScheduledRow
 from tandem.kernels.api.attention import Attention, metadata_backend
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
+from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.prefixes.shared_prefix import SharedPrefixes
 from tandem.kernels.products.adapter_rows import AdapterRows, sorted_rows
 from tandem.kernels.products.few_rows_scratch import MOST_ROWS
@@ -87,9 +88,11 @@ class DecodeBatch:
         shift_S: torch.Tensor | None = None,
         spans: EncoderSpans | None = None,
         features: HeadFeatures | None = None,
+        table_of: Mapping[str, int] | None = None,
     ) -> None:
         self._model = model
         self._features = features
+        self._table_of = dict(table_of or {})
         self._shift_S = shift_S
         self._spans = spans
         self._state = state
@@ -99,7 +102,7 @@ class DecodeBatch:
         self._words[0] = -1
         self._adapted = torch.zeros((2, rows), dtype=torch.int32, device=state.device)  # order, slots
         self._links = torch.zeros((3, rows), dtype=torch.int64, device=state.device)
-        self._inputs = DecodeInputs.allocate(rows, state.max_blocks, state.device)
+        self._inputs = [DecodeInputs.allocate(rows, state.max_blocks, state.device) for _ in state.tables_SB]
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=state.device)
         self.device = state.device
         self._pinned = state.device.type == "cuda"
@@ -140,10 +143,27 @@ class DecodeBatch:
         if with_adapters:
             adapters = AdapterRows(self._adapted[0, :size], self._adapted[1, :size])
         slot_G, position_G = self._words[0, :size], self._words[1, :size]
-        state, inputs = self._state, self._inputs.first(size)
-        gather_decode_inputs(slot_G, position_G, state.token_ids_SC, state.block_table_SB, state.block_size, inputs)
+        state, every = self._state, [each.first(size) for each in self._inputs]
+        for table_SB, inputs in zip(state.tables_SB, every, strict=True):
+            gather_decode_inputs(slot_G, position_G, state.token_ids_SC, table_SB, state.block_size, inputs)
         cross = None if self._spans is None else self._spans.of_slots(slot_G)
-        metadata = metadata_backend(self._model.attention_layers.values()).get_metadata_cls()(
+        by_table = [
+            self._metadata(inputs, size, cross, None if place else prefixes) for place, inputs in enumerate(every)
+        ]
+        by_layer = {name: by_table[table] for name, table in self._table_of.items()}
+        if self._shift_S is not None:
+            position_G = position_G + self._shift_S[slot_G]  # padding takes the last slot's: any will do
+        layers = self._model.attention_layers
+        with set_forward_context(ForwardContext(by_layer or by_table[0], layers, adapters=adapters)):
+            hidden_GH = self._model(every[0].input_ids_R, position_G)
+            if self._features is not None:
+                self._features.note(every[0].input_ids_R, position_G, self._links[:, :size])
+        return self._model.project(hidden_GH, out_GV)
+
+    def _metadata(
+        self, inputs: DecodeInputs, size: int, cross: CrossInputs | None, prefixes: SharedPrefixes | None
+    ) -> AttentionMetadata:
+        return metadata_backend(self._model.attention_layers.values()).get_metadata_cls()(
             query_start_loc=self._starts[: size + 1],
             seq_lens=inputs.seq_lens_R,
             block_tables=inputs.block_tables_RB,
@@ -158,13 +178,6 @@ class DecodeBatch:
             cross_block_tables=None if cross is None else cross.block_tables,
             shared_prefixes=prefixes,
         )
-        if self._shift_S is not None:
-            position_G = position_G + self._shift_S[slot_G]  # padding takes the last slot's: any will do
-        with set_forward_context(ForwardContext(metadata, self._model.attention_layers, adapters=adapters)):
-            hidden_GH = self._model(inputs.input_ids_R, position_G)
-            if self._features is not None:
-                self._features.note(inputs.input_ids_R, position_G, self._links[:, :size])
-        return self._model.project(hidden_GH, out_GV)
 
     def store(self, token_R: torch.Tensor) -> None:
         """Writes the sampled tokens (one per row, in the order of `fill`) into the slots' tables."""
@@ -213,9 +226,11 @@ class DecodeGraphs:
         with_adapters: bool = False,
         spans: EncoderSpans | None = None,
         features: HeadFeatures | None = None,
+        table_of: Mapping[str, int] | None = None,
     ) -> None:
-        """`shift_S`: by how much a slot's positions are beyond its tokens' places; None: in none."""
-        self.batch = DecodeBatch(model, state, max_rows, max_model_len, shift_S, spans, features)
+        """`shift_S`: by how much a slot's positions are beyond its tokens' places; None: in none. `table_of`: each
+        layer's block table, where there are several."""
+        self.batch = DecodeBatch(model, state, max_rows, max_model_len, shift_S, spans, features, table_of)
         self.sizes = graph_sizes(max_rows)
         self.shared_sizes = [] if sharing is None else shared_graph_sizes(max_rows)
         self.adapted_sizes = shared_graph_sizes(max_rows) if with_adapters else []

@@ -99,7 +99,7 @@ class EagerSteps:
     ) -> torch.Tensor:
         """The decoder's hidden states `[wanted tokens, H]`, all of them where `wanted` is None."""
         context = ForwardContext(
-            attn_metadata=inputs.metadata,
+            attn_metadata=inputs.metadata if inputs.by_layer is None else inputs.by_layer,
             no_compile_layers=self._model.attention_layers,
             hooks=hooks,
             adapters=inputs.adapters,

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from tandem.engine.contracts.config import SchedulerOptions
+from tandem.engine.contracts.kv_layout import LayerPlace
 from tandem.engine.media.slots import MediaSlots
 from tandem.engine.running.at_start.warm_up import every_way_to_sample, extreme_steps
 from tandem.engine.running.batch_state import BatchState
@@ -58,12 +59,13 @@ class ModelRunner:
         counts_overflows: bool = False,
         quality: QualityProbe | None = None,
         tell_lost: Callable[[int], None] | None = None,
+        places: Sequence[LayerPlace] = (),
     ) -> None:
         """`pool`: [num_blocks, num_kv_heads, num_layers, planes, block_size, head_dim]; the model is bound to it here.
         `followers` are told of everything that is run here, before it is. `guides`: needed where tokens are drawn.
         `media`: needed where prompts hold more than text; `adapters`: where requests may take some. `counts_overflows`:
         each step says how many values fp8 could not hold so far. `quality` looks at steps. `tell_lost`: on ranks that
-        are led, tells rank 0 of steps for which this one had no memory."""
+        are led, tells rank 0 of steps for which this one had no memory. `places` are the layout's."""
         assert pool.dim() == 6, f"not a pool: {pool.shape}"
         assert pool.shape[4] == block_size, f"not a pool of {block_size}-token blocks: {pool.shape}"
         self.model = model
@@ -85,9 +87,16 @@ class ModelRunner:
         if model.encoder is not None:  # but for the spans, positions are the decoder's
             self.max_model_len = model.encoder.facts.max_decoder_len
         self.state = BatchState(
-            options.max_num_seqs, self.max_model_len, block_size, model.vocab_size, eos_token_ids, self.device
+            options.max_num_seqs,
+            self.max_model_len,
+            block_size,
+            model.vocab_size,
+            eos_token_ids,
+            self.device,
+            max((place.table for place in places), default=0),
         )
-        bind_kv_cache(model.attention_layers, pool)
+        self._table_of = dict(zip(model.attention_layers, (place.table for place in places), strict=False))
+        bind_kv_cache(model.attention_layers, pool, [place.layer for place in places])
         bind_kv_cache(model.cross_layers, pool)
         layers = (*model.attention_layers.values(), *model.cross_layers.values())
         builder = metadata_backend(layers).get_builder_cls()()
@@ -102,7 +111,7 @@ class ModelRunner:
         if model.guess_head is not None:
             self.features = HeadFeatures(model.guess_head, options.max_num_seqs, self.device)
         most, sharing, spans = options.max_num_batched_tokens, self.sharing, self.spans
-        self._inputs = StepInputs(self.state, most, builder, sharing, spans, self.features)
+        self._inputs = StepInputs(self.state, most, builder, sharing, spans, self.features, self._table_of)
         self._drawing = TokenDrawing(self.state, model.group, self._faults, guides, quality, counts_overflows)
         parts = self.state, self._inputs, self._drawing, self._faults
         self._eager = EagerSteps(model, *parts, worker_connector, media, self.features)
@@ -285,9 +294,9 @@ class ModelRunner:
 
     def new_prompt_graphs(self, max_tokens: int, with_attention: bool = False) -> PromptGraphs | None:
         """Graphs for steps with up to so many tokens of prompts beside some decodes, not yet captured. None: for none,
-        or the model can't be divided, or other ranks compute parts of it. `with_attention`: in the graphs where it can
-        be."""
-        if not max_tokens or self.model.group is not None:
+        or the model can't be divided, layers have block tables of their own, or other ranks compute parts of it.
+        `with_attention`: in the graphs where it can be."""
+        if not max_tokens or self.model.group is not None or self._table_of:
             return None
         most = min(max_tokens + ROWS_BESIDE, self._max_num_tokens)
         if not isinstance(self.model, DividedModel) or not self.model.can_be_divided:
@@ -302,7 +311,7 @@ class ModelRunner:
         has_adapters = self._adapters is not None
         rows, length = self.max_graph_rows, self.max_model_len
         shift_S = None if self._media is None else self._media.shift_S
-        parts = self.sharing, shift_S, has_adapters, self.spans, self.features
+        parts = self.sharing, shift_S, has_adapters, self.spans, self.features, self._table_of
         return DecodeGraphs(self.model, self.state, rows, length, *parts)
 
     @property

@@ -5,8 +5,8 @@ Shape legend: T tokens of the step, R rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,7 +28,8 @@ ALIGNED_WORDS = 4  # kernels are compiled for pointers to multiples of 16 bytes
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
     """Inputs of one forward pass. Row i (in the scheduler's order) begins at `first_token_R[i]` of the T tokens and is
-    row `place_R[i]` of the metadata, which has rows of one token first."""
+    row `place_R[i]` of the metadata, which has rows of one token first. Where layers keep KV in window blocks,
+    `by_layer` has metadata with their block tables."""
 
     input_ids_T: torch.Tensor  # int32
     positions_T: torch.Tensor  # int64
@@ -37,6 +38,7 @@ class ForwardInputs:
     place_R: np.ndarray  # int64, host
     adapters: AdapterRows | None = None
     links_3T: torch.Tensor | None = None  # where a head finds features (heads/features.py)
+    by_layer: Mapping[str, AttentionMetadata] | None = None
 
 
 class StepInputs:
@@ -50,8 +52,11 @@ class StepInputs:
         sharing: PrefixSharing | None = None,
         spans: EncoderSpans | None = None,
         features: HeadFeatures | None = None,
+        table_of: Mapping[str, int] | None = None,
     ) -> None:
+        """`table_of`: each layer's block table, where there are several."""
         self._state = state
+        self._table_of = dict(table_of or {})
         self._features = features
         self._sharing = sharing
         self._spans = spans
@@ -59,7 +64,7 @@ class StepInputs:
         device = state.device
         self._input_ids = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
-        self._slot_mapping = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self._slot_mappings = [torch.zeros(max_num_tokens, dtype=torch.int64, device=device) for _ in state.tables_SB]
 
     def build(self, rows: Sequence[ScheduledRow]) -> ForwardInputs:
         """The rows' tokens, gathered from their slots' tables on the device; KV goes to the slots' blocks."""
@@ -67,28 +72,39 @@ class StepInputs:
         order, lengths, position_T = _flatten(rows)
         slot_R = np.array([row.slot for row in rows], np.int64)[order]
         slot_R_dev, slot_T, position_T_dev = upload([slot_R, np.repeat(slot_R, lengths), position_T], state.device)
-        input_ids, positions, slot_mapping = self.buffers(len(position_T))
+        input_ids, positions, _ = self.buffers(len(position_T))
         positions.copy_(position_T_dev)
         input_ids.copy_(state.token_ids_SC[slot_T, positions])
-        block_T = state.block_table_SB[slot_T, positions // state.block_size].to(torch.int64)
-        torch.add(block_T * state.block_size, positions % state.block_size, out=slot_mapping)
         ends = np.array([row.start for row in rows], np.int64)[order] + lengths
-        block_tables = state.block_table_SB[slot_R_dev]  # whole rows: kernels are compiled for their stride
+        block_tables = [table_SB[slot_R_dev] for table_SB in state.tables_SB]  # whole rows: kernels know their stride
+        slots = [each[: len(position_T)] for each in self._slot_mappings]
+        for table_SB, slots_T in zip(state.tables_SB, slots, strict=True):
+            block_T = table_SB[slot_T, positions // state.block_size].to(torch.int64)
+            torch.add(block_T * state.block_size, positions % state.block_size, out=slots_T)
         shared = None
         if self._sharing is not None:
             shared = self._sharing.of_rows([row for row in rows if row.num_tokens == 1])
         cross = None if self._spans is None else self._spans.of_rows(slot_R, slot_R_dev)
-        metadata = self._build(lengths, ends, block_tables, slot_mapping, shared, cross)
+        metadata = self._build(lengths, ends, block_tables[0], slots[0], shared, cross)
+        by_layer = None
+        if self._table_of:
+            others = [
+                replace(metadata, block_tables=tables, slot_mapping=slots_T, shared_prefixes=None, scratch={})
+                for tables, slots_T in list(zip(block_tables, slots, strict=True))[1:]
+            ]
+            by_layer = {name: [metadata, *others][table] for name, table in self._table_of.items()}
         place_R = np.empty(len(rows), np.int64)
         place_R[order] = np.arange(len(rows))
         first_token_R = (np.cumsum(lengths) - lengths)[place_R]
         adapters = adapter_rows(state.settings["adapter"][slot_R], lengths, state.device)
         links = self._links(np.repeat(slot_R, lengths), position_T)
-        return ForwardInputs(input_ids, positions, metadata, first_token_R, place_R, adapters, links)
+        return ForwardInputs(input_ids, positions, metadata, first_token_R, place_R, adapters, links, by_layer)
 
     def last_tokens(self, inputs: ForwardInputs, row_N: Sequence[int]) -> WantedTokens:
-        """The last token of each of these rows (given in the scheduler's order), as decode rows."""
+        """The last token of each of these rows (given in the scheduler's order), as decode rows of the last layer."""
         metadata, place_N = inputs.metadata, inputs.place_R[list(row_N)]
+        if inputs.by_layer is not None:
+            metadata = list(inputs.by_layer.values())[-1]
         lengths, ends = np.array(metadata.query_lens_cpu)[place_N], np.array(metadata.seq_lens_cpu)[place_N]
         index_N = inputs.first_token_R[list(row_N)] + lengths - 1
         place_dev, index_dev = upload([place_N, index_N], self._state.device)
@@ -151,7 +167,7 @@ class StepInputs:
     def buffers(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(token ids int32, positions int64, cache slots int64), [num_tokens] each: where every step's inputs stand."""
         assert num_tokens <= len(self._positions), f"{num_tokens} tokens in a step of at most {len(self._positions)}"
-        return self._input_ids[:num_tokens], self._positions[:num_tokens], self._slot_mapping[:num_tokens]
+        return self._input_ids[:num_tokens], self._positions[:num_tokens], self._slot_mappings[0][:num_tokens]
 
 
 def adapter_rows(adapter_R: np.ndarray, lengths: np.ndarray, device: torch.device) -> AdapterRows | None:

@@ -55,11 +55,13 @@ class KVAllocator:
 
     def cached_prefix(self, request: Request) -> list[int]:
         """Cached blocks that `request` may start from: they end below its last token. No side effect on blocks."""
-        return self.pool.match_prefix(self.reusable_hashes(request))
+        return self.pool.windows.usable(self.pool.match_prefix(self.reusable_hashes(request)))
 
     def num_cached_tokens(self, request: Request) -> int:
         """The number of tokens that `cached_prefix` holds. A few look-ups suffice, since the pool never holds a block
-        without those before it."""
+        without those before it, unless window blocks may be missing."""
+        if self.pool.windows.num_each:
+            return self.block_size * len(self.cached_prefix(request))
         hashes, find = self.reusable_hashes(request), self.pool.find
         return self.block_size * bisect.bisect_left(hashes, True, key=lambda each: find(each) is None)
 
@@ -88,7 +90,7 @@ class KVAllocator:
         for index in range(request.num_registered_blocks, num_full):
             parent = request.block_hashes[index - 1] if index else None
             tenant = tenant_of_block(index, num_public, request.prompt.secrecy.salt)
-            if index >= request.num_passed_blocks:
+            if request.block_ids[index] != self.pool.null_block:
                 self.pool.register(request.block_ids[index], request.block_hashes[index], parent, step, tenant)
         request.num_registered_blocks = num_full
 
@@ -99,20 +101,23 @@ class KVAllocator:
         that gives blocks back, how many more it will have at once."""
         missing = max(0, self.num_blocks_for(request.num_launched_tokens) - len(request.block_ids) - num_hits)
         if not self._gives_back(request):
-            return missing
+            return self.pool.cost(missing)
         num_passed = request.num_passed_blocks or self._num_passed(request, num_hits, num_hits * self.block_size)
-        return min(missing, max(0, self._most_held - len(request.block_ids) - num_hits + num_passed))
+        in_window = min(missing, max(0, self._most_held - len(request.block_ids) - num_hits + num_passed))
+        return self.pool.cost(missing, missing - in_window) if self.pool.windows.num_each else in_window
 
     def num_blocks_for_beams(self, request: Request) -> int:
         """How many blocks all beams of `request` may need at their longest, when they share its prompt's full blocks
         alone; 0: it has none."""
         num_shared = request.num_prompt_tokens // self.block_size
         width = request.prompt.sampling.beam_width if request.beams is not None else 0
-        return width and num_shared + width * (self.num_blocks_for(request.max_num_tokens) - num_shared)
+        own = width * (self.num_blocks_for(request.max_num_tokens) - num_shared)
+        return width and self.pool.cost(num_shared + own)
 
     def why_too_large(self, request: Request) -> str:
         """Why `request` can't ever run in this pool, for people; "" when it can."""
-        num_blocks, num_for_beams = self.num_blocks_for(request.num_tokens), self.num_blocks_for_beams(request)
+        num_blocks = self.pool.cost(self.num_blocks_for(request.num_tokens))
+        num_for_beams = self.num_blocks_for_beams(request)
         if num_blocks > self.pool.num_blocks:
             return f"the prompt needs {num_blocks} KV blocks and the pool has {self.pool.num_blocks}"
         if num_for_beams > self.pool.num_blocks:
@@ -128,8 +133,8 @@ class KVAllocator:
         if request.beams is None:
             return self.num_missing_blocks(request, num_hits)
         if request.beams.num_tokens:
-            return self.num_blocks_for(request.max_num_tokens) - len(request.block_ids) - num_hits
-        return self.num_blocks_for_beams(request) - len(request.block_ids) - num_hits
+            return self.pool.cost(self.num_blocks_for(request.max_num_tokens) - len(request.block_ids) - num_hits)
+        return self.num_blocks_for_beams(request) - self.pool.cost(len(request.block_ids) + num_hits)
 
     def start(self, request: Request, hits: list[int], num_external_tokens: int) -> bool:
         """Gives a request without blocks its cached prefix and, for tokens to be loaded, blocks that may be written
@@ -137,16 +142,25 @@ class KVAllocator:
         assert not request.block_ids
         began = self._now()
         num_computed_tokens = len(hits) * self.block_size + num_external_tokens
-        num_passed = self._num_passed(request, len(hits), num_computed_tokens)
-        self.pool.touch(hits)
-        self.pool.free(hits[:num_passed], None)  # used just now, so that others are reused before
+        has_windows = self.pool.windows.num_each > 0
         num_loaded = self.num_blocks_for(num_computed_tokens) - len(hits)
-        loaded = self.pool.allocate_grantable(num_loaded)
+        num_passed = self._num_passed(request, len(hits) + num_loaded * has_windows, num_computed_tokens)
+        if has_windows:
+            self.pool.touch(hits, num_passed)
+        else:
+            self.pool.touch(hits)
+            self.pool.free(hits[:num_passed], None)  # used just now, so that others are reused before
+        kept = hits if has_windows else hits[num_passed:]
+        num_unread = self.pool.window.num_passed(num_computed_tokens) if has_windows else 0
+        num_bare = min(num_loaded, max(0, num_unread - len(hits)))  # nobody may have brought their window blocks
+        loaded = self.pool.allocate_grantable(num_loaded, num_bare)
         self.seconds += self._now() - began
         if loaded is None:
-            self.pool.free(hits[num_passed:], None)
+            self.pool.free(kept, None, num_passed if has_windows else 0)
             return False
-        request.block_ids = self.pool.passed(num_passed) + hits[num_passed:] + loaded
+        if num_passed > len(hits):
+            self.pool.windows.pass_by(loaded[: num_passed - len(hits)], None)
+        request.block_ids = self.pool.passed(len(hits) - len(kept)) + kept + loaded
         request.num_passed_blocks = num_passed
         request.num_computed_tokens = request.newest_row_start = num_computed_tokens
         request.num_registered_blocks = len(hits)
@@ -154,6 +168,8 @@ class KVAllocator:
 
     def needed_hits(self, request: Request, hits: list[int]) -> list[int]:
         """The `hits` that `request` would keep if it started from all of them."""
+        if self.pool.windows.num_each:
+            return hits
         return hits[self._num_passed(request, len(hits), len(hits) * self.block_size) :]
 
     def take_over(self, request: Request, block_ids: Sequence[int]) -> None:
@@ -175,9 +191,13 @@ class KVAllocator:
             num_passed = self._num_passed(request, len(request.block_ids), request.newest_row_start)
             if num_passed > first:
                 passed = request.block_ids[first:num_passed]
-                request.block_ids[first:num_passed] = self.pool.passed(len(passed))
+                last_step = request.last_step if request.last_step >= 0 else None
                 request.num_passed_blocks = num_passed
-                self.pool.free(passed, request.last_step if request.last_step >= 0 else None)
+                if self.pool.windows.num_each:
+                    self.pool.windows.pass_by(passed, last_step)
+                    continue
+                request.block_ids[first:num_passed] = self.pool.passed(len(passed))
+                self.pool.free(passed, last_step)
 
     def _num_passed(self, request: Request, num_blocks: int, position: int) -> int:
         """How many of the first `num_blocks` blocks of a request nothing reads from `position` on."""
@@ -198,7 +218,7 @@ class KVAllocator:
         if missing <= 0:
             return True
         began = self._now()
-        self.pool.reservations.make_room(missing, Kind.RUN)
+        self.pool.reservations.make_room(self.pool.cost(missing), Kind.RUN)
         blocks = self.pool.allocate_grantable(missing) if for_anybody else self.pool.allocate(missing)
         self.seconds += self._now() - began
         if blocks is None:
@@ -223,7 +243,10 @@ class KVAllocator:
     def release(self, request: Request) -> None:
         """Frees all blocks of `request`. Those that it gave back on its way come behind them in the free queue, where
         they stood in the order in which they passed: with the first of a chain all of it would be lost."""
-        passed = request.block_hashes[: request.num_passed_blocks]
+        num_passed, passed = request.num_passed_blocks, request.block_hashes[: request.num_passed_blocks]
+        if self.pool.windows.num_each:
+            self.pool.free(self.detach(request), request.last_step, num_passed)
+            return
         self.pool.free(self.detach(request), request.last_step)
         kept = self.pool.match_prefix(list(takewhile(lambda each: not self.pool.goes_first(each), passed)))
         self.pool.touch(kept)
@@ -235,6 +258,16 @@ class KVAllocator:
             block_id = request.block_ids[index]
             assert self.pool.is_writable(block_id), f"{request.key} would write the shared or cached block {block_id}"
 
+    def window_ids(self, request: Request) -> tuple[tuple[int, ...], ...]:
+        """A list for each of the window blocks that a block has: those of `request`, the null block where it has none,
+        since no row of it reads any. (): no block has any."""
+        windows, nulls = self.pool.windows, (self.pool.null_block,) * self.pool.windows.num_each
+        if not nulls:
+            return ()
+        passed = request.num_passed_blocks
+        columns = [windows.of(each) if i >= passed else nulls for i, each in enumerate(request.block_ids)]
+        return tuple(zip(*(column or nulls for column in columns), strict=True))
+
     # --- forks ----------------------------------------------------------------------------------------------
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> bool:
@@ -245,7 +278,7 @@ class KVAllocator:
         if tail is None:
             return False
         child.block_ids = parent.block_ids[:num_full]
-        self.pool.touch(child.block_ids)
+        self.pool.touch(child.block_ids, parent.num_passed_blocks)
         if tail:
             source = parent.block_ids[num_full]
             self.pool.touch([source])
@@ -261,7 +294,11 @@ class KVAllocator:
         Sources are given back only now, when this step's blocks are all allocated: no copy's source is another's
         destination, so the copies of one step may run in any order.
         """
-        copies = tuple(BlockCopy(c.source, c.destination, c.num_tokens) for c in self._copies.values())
+        copies = tuple(
+            BlockCopy(source, destination, copy.num_tokens)
+            for copy in self._copies.values()
+            for source, destination in self.pool.windows.pairs(copy.source, copy.destination)
+        )
         for child, copy in self._copies.items():
             child.last_step = step_id
             self.pool.free([copy.source], step_id)
@@ -269,12 +306,11 @@ class KVAllocator:
         return copies
 
     def fragmentation(self, requests: Sequence[Request]) -> float:
-        """The share of these requests' KV slots that hold no token."""
-        num_blocks = sum(len(request.block_ids) - request.num_passed_blocks for request in requests)
-        num_tokens = sum(
-            min(r.num_computed_tokens, len(r.block_ids) * self.block_size) - r.num_passed_blocks * self.block_size
-            for r in requests
-        )
+        """The share of these requests' KV slots that hold no token, window blocks left out."""
+        size, null = self.block_size, self.pool.null_block
+        num_null = sum(r.num_passed_blocks for r in requests if r.block_ids and r.block_ids[0] == null)
+        num_blocks = sum(len(request.block_ids) for request in requests) - num_null
+        num_tokens = sum(min(r.num_computed_tokens, len(r.block_ids) * size) for r in requests) - num_null * size
         return 1 - num_tokens / (num_blocks * self.block_size) if num_blocks else 0.0
 
     def references(self, requests: Sequence[Request]) -> Counter[int]:
@@ -285,7 +321,8 @@ class KVAllocator:
             assert copy.destination in child.block_ids, "a copy goes to a block that its request does not hold"
         for request in requests:
             nulls = [place for place, block_id in enumerate(request.block_ids) if block_id == self.pool.null_block]
-            assert nulls == list(range(request.num_passed_blocks)), f"{request.key} lacks a block in its middle"
+            num_null = 0 if self.pool.windows.num_each else request.num_passed_blocks
+            assert nulls == list(range(num_null)), f"{request.key} lacks a block in its middle"
             needs = self.pool.window.num_passed(request.num_computed_tokens)
             assert request.num_passed_blocks <= needs, f"{request.key} gave back what it reads"
         return counts

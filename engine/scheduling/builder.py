@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.planner import PlannedRow, StepPlan
@@ -97,12 +98,17 @@ class StepBuilder:
 
     def _patch_table(self, request: Request) -> None:
         """Brings the slot's block table up to date: most steps have nothing for most slots."""
+        slot, pool = request.slot, self._state.pool
+        tables = range(1, 1 + pool.windows.num_each)
         if request.num_table_blocks < len(request.block_ids):
-            appended = range(request.num_table_blocks, len(request.block_ids))
-            self._block_appends += [BlockAppend(request.slot, i, request.block_ids[i]) for i in appended]
+            for i in range(request.num_table_blocks, len(request.block_ids)):
+                block_id = request.block_ids[i]
+                self._block_appends.append(BlockAppend(slot, i, block_id))
+                if tables:
+                    self._block_appends += map(BlockAppend, repeat(slot), repeat(i), pool.windows.of(block_id), tables)
         if request.num_table_passed < request.num_passed_blocks:
             passed = range(request.num_table_passed, request.num_passed_blocks)
-            self._block_appends += [BlockAppend(request.slot, i, self._state.pool.null_block) for i in passed]
+            self._block_appends += [BlockAppend(slot, i, pool.null_block, t) for i in passed for t in tables or (0,)]
 
     def _enter_slot(self, request: Request) -> None:
         self._new_slots.append(
@@ -115,6 +121,7 @@ class StepBuilder:
                 sample_index=request.sample_indices[0],
                 media=request.prompt.media,
                 adapter=request.adapter_slot,
+                window_ids=self._state.kv.window_ids(request),
             )
         )
 
@@ -152,7 +159,16 @@ class StepBuilder:
         child.num_computed_tokens = position
         child.num_table_blocks, child.num_table_passed = len(child.block_ids), child.num_passed_blocks
         child.last_step = self._step_id
-        self._forks.append(ForkSlot(child.slot, parent.slot, position, tuple(child.block_ids), sample_index))
+        self._forks.append(
+            ForkSlot(
+                child.slot,
+                parent.slot,
+                position,
+                tuple(child.block_ids),
+                sample_index,
+                self._state.kv.window_ids(child),
+            )
+        )
         self._add_sample(row, child, sample_index, position)
         return True
 

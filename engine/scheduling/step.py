@@ -39,6 +39,7 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sample_index: int
     media: tuple[MediaItem, ...] = ()
     adapter: int = 0  # the slot of its adapter; 0: none
+    window_ids: tuple[tuple[int, ...], ...] = ()  # its lists of window blocks, the null block where it needs none
 
 
 class ForkSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -50,15 +51,17 @@ class ForkSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     block_ids: tuple[int, ...]
     sample_index: int
+    window_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class BlockAppend(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Block table patch: entry `index` of `slot` is `block_id` from this step on; the null block, where the sequence
-    gave back what it had there."""
+    gave back what it had there. `table` 0 is that of its blocks, the others are those of its window blocks."""
 
     slot: int
     index: int
     block_id: int
+    table: int = 0
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -249,11 +249,11 @@ def metadata_backend(layers: Iterable[Attention]) -> type[AttentionBackend]:
     return backends.pop()
 
 
-def bind_kv_cache(layers: Mapping[str, Attention], pool: torch.Tensor) -> None:
-    """Gives each layer its cache: layer l, in the order of `layers`, the view `pool[:, :, l]` of a node's pool
-    `[num_blocks, K, num_layers, planes, block_size, D]`."""
+def bind_kv_cache(layers: Mapping[str, Attention], pool: torch.Tensor, layer_of: Sequence[int] = ()) -> None:
+    """Gives each layer its cache: layer l, in the order of `layers`, the view `pool[:, :, layer_of[l]]` of a node's
+    pool `[num_blocks, K, num_layers, planes, block_size, D]`; without `layer_of`, `pool[:, :, l]`."""
     for index, layer in enumerate(layers.values()):
-        layer.bind(pool[:, :, index])
+        layer.bind(pool[:, :, layer_of[index] if layer_of else index])
 
 
 def _backend_name(backend: type[AttentionBackend] | AttentionBackend | str | None) -> str:

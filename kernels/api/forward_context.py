@@ -55,6 +55,12 @@ class ForwardContext:
             return self.attn_metadata[layer_name]
         return self.attn_metadata
 
+    def any_metadata(self) -> AttentionMetadata | None:
+        """Some layer's: rows and lengths are the same in all. None: there is no layer."""
+        if isinstance(self.attn_metadata, Mapping):
+            return next(iter(self.attn_metadata.values()), None)
+        return self.attn_metadata
+
     def layer(self, layer_name: str) -> Attention:
         if layer_name not in self.no_compile_layers:
             raise KeyError(f"the forward context has no attention layer {layer_name!r}: add it to no_compile_layers")

@@ -31,14 +31,16 @@ def block_digests(
     block_size: int,
     *,
     positions: Sequence[int] | None = None,
+    num_last: int = 1,
 ) -> torch.Tensor:
     """Digests of `block_ids` in `pool` [num_blocks, heads, layers, planes, block_size, head_dim], over all of each
     block.
 
-    `key`: any u64, equal on both sides, new for each (request, attempt). Of the last block of the list only the first
-    `num_valid_last` token slots count. `positions[i]` is what block i mixes in as its place in the whole list (default
-    0, 1, …), for digests of a part of it. Returns int64 [n] on the pool's device; nothing waits for the device. Raises
-    ValueError for an impossible `num_valid_last`. Callers that want the digests on the host soon use digest_pass.py.
+    `key`: any u64, equal on both sides, new for each (request, attempt). Of the last `num_last` blocks of the list only
+    the first `num_valid_last` token slots count. `positions[i]` is what block i mixes in as its place in the whole list
+    (default 0, 1, …), for digests of a part of it. Returns int64 [n] on the pool's device; nothing waits for the
+    device. Raises ValueError for an impossible `num_valid_last`. Callers that want the digests on the host soon use
+    digest_pass.py.
     """
     if not 1 <= num_valid_last <= block_size or pool.shape[-2] != block_size:
         raise ValueError(f"num_valid_last {num_valid_last} of block_size {block_size}, the pool has {pool.shape[-2]}")
@@ -48,26 +50,34 @@ def block_digests(
         raise ValueError(f"{len(places)} positions for {len(ids)} blocks")
     if not ids:
         return torch.empty(0, dtype=torch.int64, device=pool.device)
-    sums = multilinear_sums(pool, ids, key, valid_slots(len(ids), num_valid_last, block_size))
-    return digests_of_sums(sums, key, num_valid_last, block_size, positions=places)
+    sums = multilinear_sums(pool, ids, key, valid_slots(len(ids), num_valid_last, block_size, num_last))
+    return digests_of_sums(sums, key, num_valid_last, block_size, positions=places, num_last=num_last)
 
 
-def valid_slots(num_blocks: int, num_valid_last: int, block_size: int) -> list[int]:
-    """The number of valid slots of each block of a list of which the last alone may be partly filled."""
-    return [block_size] * (num_blocks - 1) + [num_valid_last]
+def valid_slots(num_blocks: int, num_valid_last: int, block_size: int, num_last: int = 1) -> list[int]:
+    """The number of valid slots of each block of a list of which the last `num_last` alone may be partly filled."""
+    return [block_size] * (num_blocks - num_last) + [num_valid_last] * min(num_last, num_blocks)
 
 
-def sent_form(sums: np.ndarray, key: int, num_valid_last: int, block_size: int) -> np.ndarray:
+def sent_form(sums: np.ndarray, key: int, num_valid_last: int, block_size: int, num_last: int = 1) -> np.ndarray:
     """Digests as `digests_of_sums`, of sums on the host, as they are sent: little-endian int64 [n]."""
-    return digests_of_sums(torch.from_numpy(sums), key, num_valid_last, block_size).numpy().astype("<i8")
+    digests = digests_of_sums(torch.from_numpy(sums), key, num_valid_last, block_size, num_last=num_last)
+    return digests.numpy().astype("<i8")
 
 
 def digests_of_sums(
-    sums: torch.Tensor, key: int, num_valid_last: int, block_size: int, *, positions: Sequence[int] | None = None
+    sums: torch.Tensor,
+    key: int,
+    num_valid_last: int,
+    block_size: int,
+    *,
+    positions: Sequence[int] | None = None,
+    num_last: int = 1,
 ) -> torch.Tensor:
-    """What `block_digests` makes of its blocks' sums, int64 [n] on their device."""
+    """What `block_digests` makes of its blocks' sums, int64 [n] on their device. Of the last `num_last` blocks
+    `num_valid_last` slots count."""
     places = list(range(len(sums))) if positions is None else list(positions)
-    num_whole = len(places) if num_valid_last == block_size else len(places) - 1
+    num_whole = len(places) if num_valid_last == block_size else max(0, len(places) - num_last)
     return _finish(sums, places, key, num_whole, num_valid_last)
 
 

@@ -115,6 +115,8 @@ def plan(source: KVLayout, sink: KVLayout) -> ReshapePlan:
             if field.name not in _MAY_DIFFER:
                 _require(f"{name}.{field.name}", getattr(ours, field.name), getattr(theirs, field.name))
         _check_numbers(name, ours, theirs)
+    if source.group.num_windows:  # what slid out is counted in blocks, and nothing before it is sent
+        _require("layout.block_size", source.block_size, sink.block_size)
     if min(source.block_size, sink.block_size) < 1:
         raise HandshakeError("layout.block_size", source.block_size, sink.block_size)
     ours, theirs = source.group, sink.group

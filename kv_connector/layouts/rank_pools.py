@@ -92,9 +92,11 @@ class RankPools:
         for ids in self.pieces(block_ids):
             blocks = self.new_blocks(len(ids))
             self.gather(ids, None, blocks, DIGEST_PROGRAMS)
-            valid = num_valid_last if first + len(ids) == len(block_ids) else size
             places = range(first, first + len(ids))
-            made.append(block_digests(blocks, range(len(ids)), key, valid, size, positions=places))
+            num_last = min(len(ids), max(0, places.stop - len(block_ids) + self.layout.group.blocks_each))
+            made.append(
+                block_digests(blocks, range(len(ids)), key, num_valid_last, size, positions=places, num_last=num_last)
+            )
             first += len(ids)
         return torch.cat(made)
 

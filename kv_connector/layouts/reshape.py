@@ -35,6 +35,7 @@ class Reshaper:
         """`ranks` has the blocks if they are not whole in `pool_NHLPBD`."""
         self.plan = plan(source, sink)
         self.geometry = BlockGeometry(sink, sink.payload_bytes)
+        self.num_last = sink.group.blocks_each  # blocks at the end that may be partly filled
         self.max_blocks = max(1, STAGED_BYTES[pool_NHLPBD.device.type] // sink.payload_bytes)
         self._pool_NHLPBD, self._ranks = pool_NHLPBD, ranks
         self._convert = NumberConverter(self.plan, pool_NHLPBD.device)
@@ -79,14 +80,18 @@ class Reshaper:
         return as_bytes(self._staged_nHLPBD)
 
     def digests(self, blocks: Sequence[Sequence[Part]], key: int, num_valid_last: int) -> torch.Tensor:
-        """Digests (kernels/blocks/digest.py) of these sink blocks as they will arrive, int64 [n]. Stages them once
-        more."""
+        """Digests (kernels/blocks/digest.py) of these sink blocks as they will arrive, int64 [n]. Of the last
+        `num_last` so many slots are valid. Stages them once more."""
         made, block_size = [], self.geometry.block_size
         for first in range(0, len(blocks), self.max_blocks):
             places = range(first, min(first + self.max_blocks, len(blocks)))
             staged = self.stage(blocks[first : places.stop], again=True)
-            valid = num_valid_last if places.stop == len(blocks) else block_size
-            made.append(block_digests(staged, range(len(places)), key, valid, block_size, positions=places))
+            num_last = min(len(places), max(0, places.stop - len(blocks) + self.num_last))
+            made.append(
+                block_digests(
+                    staged, range(len(places)), key, num_valid_last, block_size, positions=places, num_last=num_last
+                )
+            )
         return torch.cat(made)
 
     def saturates(self, blocks: Sequence[Sequence[Part]], num_valid: Sequence[int]) -> bool:

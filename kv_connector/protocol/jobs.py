@@ -64,6 +64,7 @@ class BlockPush:
     step_id: int = -1
     first_slots: tuple[int, ...] = ()
     is_awaited: bool = False  # pushed by layers, it completes a grant whose sink is told of each
+    table: int = 0  # where it is pushed by layers: of the layers with this block table (LayerPlace)
 
     @property
     def grant_id(self) -> int:

@@ -63,6 +63,8 @@ class PromptHelper:
         peer = self._source.peers.get(sender)
         if problem := layout_problem(self._info.layout, None if peer is None else peer.layout):
             return problem
+        if self._state.pool.windows.num_each:  # chunks are not sent by block tables
+            return outcomes.OTHER_LAYOUT
         table, nodes, place = ChunkTable(work.ends, len(work.nodes)), work.nodes, work.place
         if not table.makes_sense(self._state.block_size) or not 0 < place < len(nodes) or self._state.connector is None:
             return outcomes.UNKNOWN

@@ -187,7 +187,7 @@ class Puller:
         elif not self.rates.is_worth(peer.node_id, compute, self._now):
             self.counters.declined += 1
             pull.stage = PullStage.OVER
-        elif not self._pool.reservations.may_wait_with(first + len(wanted)):
+        elif not self._pool.reservations.may_wait_with(self._pool.cost(first + len(wanted))):
             pull.stage = pull.stage if self._by_key else PullStage.OVER
         elif any(block_hash in self._moving for block_hash in wanted):
             return
@@ -197,14 +197,16 @@ class Puller:
             pull.held = list(hits)
             self._pool.touch(hits)
             give_back = partial(self._give_up, pull)
-            pull.hold = self._pool.reservations.add(Kind.PULL, len(pull.hashes), give_back, pull.request)
+            pull.hold = self._pool.reservations.add(
+                Kind.PULL, self._pool.cost(len(pull.hashes)), give_back, pull.request
+            )
             self._moving.update(wanted)
             request_id, attempt = pull.request.key
             pull.key = AttemptKey(f"{request_id}/{self.info.node_id}/{next(self._numbers)}", attempt)
             self._by_key[pull.key] = pull
             patience = max(self._timeouts.pull_s, 2 * compute * size * len(wanted))
             pull.asked_at, pull.deadline = self._now, self._now + patience
-            self._sink.fetch(pull.key, peer, len(wanted), pull.deadline, self._now)
+            self._sink.fetch(pull.key, peer, len(wanted), pull.deadline, self._now, first_block=first)
             if pull.hint.peer.key in self._connected:
                 self._send(pull)
             else:

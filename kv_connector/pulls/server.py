@@ -114,7 +114,7 @@ class PullServer:
         if not hurries and self._tiers.prepare(question, question.hashes, hits, runs_alone=False) is None:
             return
         if patience_s > 0:
-            self._answer(question, self._pool.match_prefix(question.hashes), now)
+            self._answer(question, self._pool.windows.usable(self._pool.match_prefix(question.hashes)), now)
         self._forget(question)
 
     def _answer(self, question: PullRequest, found: Sequence[int], now: float) -> None:
@@ -125,7 +125,8 @@ class PullServer:
                 break
             complete.append(block_id)
         spare = self._pool.reservations.num_spare(question)
-        blocks = complete[: max(0, spare)]  # the rest is not offered
+        num = min(len(complete), max(0, spare) // self._pool.cost(1))  # the rest is not offered
+        blocks = self._pool.windows.usable([*found[:first], *complete[:num]])[first:]
         if not blocks:
             self._refuse(question.sender, question.pull, outcomes.BUSY if complete else outcomes.NOT_CACHED)
             return
@@ -133,7 +134,9 @@ class PullServer:
         self._tiers.started(question, question.hashes[: first + len(blocks)])
         self._note_answered(question.key)
         withdraw = partial(self._withdraw, question.key)
-        self._offers[question.key] = self._pool.reservations.add(Kind.OFFER, len(blocks), withdraw, question.key)
+        self._offers[question.key] = self._pool.reservations.add(
+            Kind.OFFER, self._pool.cost(len(blocks)), withdraw, question.key
+        )
         self.num_served_blocks += len(blocks)
         num_tokens = len(blocks) * self._block_size
         self._source.offer(question.key, PeerRef(*question.sender, ""), blocks, num_tokens, question.deadline, now)

@@ -69,7 +69,10 @@ class SharedPrompts:
     # --- requests -------------------------------------------------------------------------------------------
 
     def want(self, request: Request, helpers: Sequence[PeerRef]) -> None:
-        """Notes that `helpers` may compute chunks of `request`. Must be called before the scheduler gets it."""
+        """Notes that `helpers` may compute chunks of `request`. Must be called before the scheduler gets it. Chunks are
+        not sent by block tables: where there are several, nobody helps."""
+        if self._pool.windows.num_each:
+            return
         if helpers and self.info.node_id not in [each.node_id for each in helpers]:
             request.get_help(1 + len(helpers))
             self._wanted[request] = tuple(helpers)
@@ -272,8 +275,9 @@ class SharedPrompts:
         """Tells the hand-offs of chunk `index` how far it is, and returns what they push with the newest step."""
         num_tokens = min(share.position, share.table.ends[index]) - share.table.begin(index)
         keys = [key for key, leaving in share.leaving.items() if leaving.index == index]
-        pushes = [self._source.chunks.step_built(key, share.last_steps[index], num_tokens) for key in keys]
-        return [push for push in pushes if push is not None]
+        return [
+            push for key in keys for push in self._source.chunks.step_built(key, share.last_steps[index], num_tokens)
+        ]
 
     def _settle(self, share: Share) -> None:
         """Lets tokens be told, and blocks be found, once what they stand behind is verified."""

@@ -96,7 +96,7 @@ class SinkActions:
             return
         valid_last = (record.num_tokens - 1) % self._ledger.block_size + 1
         key = digest_key(record.key, record.grant.grant_id)
-        blocks, digests = tuple(record.granted), record.ready.digests
+        blocks, digests = self._ledger.granted_ids(record), record.ready.digests
         job = Verify(record.key, record.grant.grant_id, record.machine.round, blocks, digests, key, valid_last)
         self._effects.append(job)
 

@@ -87,7 +87,20 @@ class SinkLedger:
 
     def has_room_for(self, num_tokens: int) -> bool:
         """Whether so many tokens would fit into an empty pool."""
-        return self.num_blocks_of(num_tokens) <= self.pool.num_blocks
+        return self.pool.cost(self.num_blocks_of(num_tokens)) <= self.pool.num_blocks
+
+    def num_bare(self, record: SinkRecord) -> int:
+        """How many of the blocks to be granted get no window blocks: nothing of those is read here."""
+        num_blocks = record.num_blocks - record.first_block
+        return min(num_blocks, max(0, record.first_window - record.first_block)) if self.pool.windows.num_each else 0
+
+    def num_needed(self, record: SinkRecord) -> int:
+        """How many blocks a grant takes."""
+        return self.pool.cost(record.num_blocks - record.first_block, self.num_bare(record))
+
+    def granted_ids(self, record: SinkRecord) -> tuple[int, ...]:
+        """The list of a grant: its blocks, each with its window blocks."""
+        return tuple(each for block_id in record.granted for each in (block_id, *self.pool.windows.of(block_id)))
 
     def pin(self, record: SinkRecord) -> None:
         """Pins this node's own prefix of the prompt, ending below its last token whose KV is handed over. At its grant
@@ -97,6 +110,9 @@ class SinkLedger:
             return
         last_full = (request.num_prompt_tokens - 1 - (record.kind is HandoffKind.SEQUENCE)) // self.block_size
         found = self.pool.match_prefix(request.block_hashes[: max(0, last_full)])[record.num_passed :]
+        read = found[record.first_window :] if self.pool.windows.num_each else []
+        lacks = next((place for place, each in enumerate(read) if not self.pool.windows.is_whole(each)), len(read))
+        del found[len(found) - len(read) + lacks :]
         if len(found) > len(record.hits):
             self.pool.touch(found)
             self.unpin(record)
@@ -111,6 +127,9 @@ class SinkLedger:
         next_row = record.request.num_prompt_tokens - (record.kind is HandoffKind.SEQUENCE)
         passed = self.pool.window.num_passed(next_row)
         passed = min(max(passed, first_kept // self.block_size), record.num_blocks - 1)
+        if self.pool.windows.num_each:
+            record.first_window = passed
+            return
         needless = passed - record.num_passed
         record.num_passed = passed
         self.pool.free(record.hits[:needless], None)
@@ -158,6 +177,8 @@ class SinkLedger:
             return tuple(blocks)
         known = self.pool.match_prefix(request.block_hashes[: record.num_tokens // self.block_size])
         twice = [index for index in range(record.num_passed, len(known)) if known[index] != blocks[index]]
+        is_whole = self.pool.windows.is_whole
+        twice = [index for index in twice if index < record.first_window or is_whole(known[index])]
         self.pool.touch(known[index] for index in twice)
         self.pool.free([blocks[index] for index in twice], None)
         for index in twice:

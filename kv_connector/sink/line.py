@@ -70,6 +70,8 @@ class SinkLine:
             self._ledger.pass_over(record, record.first_kept)
         elif record.kind is HandoffKind.PULL and num_claimed and self._fits_pull(record, num_claimed):
             record.num_tokens, record.num_blocks = num_claimed, num_claimed // block_size
+            behind = self._pool.window.num_passed((record.pulled_from + record.num_blocks) * block_size)
+            record.first_window = max(0, behind - record.pulled_from) if self._pool.windows.num_each else 0
 
     def settle(self, record: SinkRecord) -> None:
         """Queues a new claim, notes an end, grants what can be granted now. Must be called after every event."""
@@ -91,12 +93,12 @@ class SinkLine:
                 self._leave_line()
                 continue
             self._ledger.pin(record)
-            needed = record.num_blocks - record.first_block
+            needed = self._ledger.num_needed(record)
             if not self._may_promise(record, needed):
                 break  # what is left is for this node's own prompts, and for pulls, which must have an answer
             if needed > self._pool.num_grantable - self._headroom and not self._make_room(record, needed):
                 return
-            blocks = self._pool.allocate_grantable(needed)
+            blocks = self._allocate(record)
             if blocks is None:  # free, but a launched step may still write them
                 return
             self._leave_line()
@@ -111,7 +113,12 @@ class SinkLine:
             return True
         granted = [record for record in self._ledger.live.values() if record.granted]
         held = {block_id for record in (*granted, head) for block_id in (*record.hits, *record.granted)}
-        return not granted or len(held) + needed <= self._most_promised
+        num_windows = sum(len(self._pool.windows.of(block_id)) for block_id in held)
+        return not granted or len(held) + num_windows + needed <= self._most_promised
+
+    def _allocate(self, record: SinkRecord) -> list[int] | None:
+        num_blocks = record.num_blocks - record.first_block
+        return self._pool.allocate_grantable(num_blocks, self._ledger.num_bare(record))
 
     def _fits_pull(self, record: SinkRecord, num_tokens: int) -> bool:
         """Whether a claim of so many tokens is as long as what was asked for, and as one before it."""
@@ -150,14 +157,14 @@ class SinkLine:
                 self._grant(record, record.into)
                 continue
             self._ledger.pin(record)
-            needed = record.num_blocks - record.first_block
+            needed = self._ledger.num_needed(record)
             can_go_on = self._ledger.may_take(record)
             if not can_go_on or needed > self._pool.num_free - self._headroom:
                 record.reason = outcomes.NO_ROOM if can_go_on else outcomes.OTHER_LAYOUT
                 record.closed_at = self._ledger.now
                 self._actions.run(record, record.machine.on(SinkEvent.DEADLINE))
             elif needed <= self._pool.num_grantable:
-                blocks = self._pool.allocate_grantable(needed)
+                blocks = self._allocate(record)
                 assert blocks is not None, "there are as many"
                 self._grant(record, blocks)
 
@@ -178,7 +185,8 @@ class SinkLine:
         """Whether anything but pinned hits holds blocks: sequences, grants, quarantine. Only then does waiting help,
         and is head-room for growth needed."""
         pinned = {block_id for record in self._ledger.live.values() for block_id in record.hits}
-        return self._pool.num_blocks - self._pool.num_free > len(pinned)
+        num_pinned = len(pinned) + sum(len(self._pool.windows.of(block_id)) for block_id in pinned)
+        return self._pool.num_blocks - self._pool.num_free > num_pinned
 
     def _grant(self, record: SinkRecord, blocks: list[int]) -> None:
         # What is computed chunk by chunk has as long as all of it.
@@ -194,9 +202,10 @@ class SinkLine:
                 sink_id=self._ledger.info.node_id,
                 sink_epoch=self._ledger.info.epoch,
                 first_block=record.first_block,
-                block_ids=tuple(blocks),
+                block_ids=self._ledger.granted_ids(record),
                 num_prompt_tokens=record.num_tokens,
                 lease_s=self._lease_s,
+                first_window=record.first_window,
             )
         )
         self._actions.run(record, record.machine.on_can_grant(record.grant.grant_id))

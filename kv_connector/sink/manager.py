@@ -100,15 +100,18 @@ class SinkManager:
         now: float,
         into: Sequence[int] = (),
         is_held: bool = False,
+        first_block: int = 0,
     ) -> None:
         """Expects `source` to claim up to `most_blocks` whole blocks, which this node is about to ask it for. Ends in
         Fetched or NotFetched; no later than at `deadline`, unless cancelled. `into`: they are to come into these
         blocks, of which the hand-off gets references of its own, and are used while they come: bytes that differ end
-        it, since sending them again would be too late. `is_held`: nothing is granted before `let_in`."""
+        it, since sending them again would be too late. `is_held`: nothing is granted before `let_in`. `first_block`:
+        which block of the prompt they begin with."""
         self.ledger.at(now)
         record = self.ledger.open(key)
         record.source_id, record.deadline, record.expected_at = source.node_id, deadline, now
         record.kind, record.most_blocks, record.is_held = HandoffKind.PULL, most_blocks, is_held
+        record.pulled_from = first_block
         self.ledger.pool.touch(into)
         record.into, record.is_used_early = list(into), bool(into)
         self.line.take_claimed(record)
@@ -275,7 +278,8 @@ class SinkManager:
         if len(set(named)) < len(named) or (self.info.vocab_size and max(tokens, default=0) >= self.info.vocab_size):
             return False
         is_right_kind = (record.kind is HandoffKind.SEQUENCE) == (continuation is not None)
-        if continuation is not None and record.num_passed > self.ledger.pool.window.num_passed(continuation.num_tokens):
+        first_read = max(record.num_passed, record.first_window)
+        if continuation is not None and first_read > self.ledger.pool.window.num_passed(continuation.num_tokens):
             return False
         return is_right_kind and record.fits(continuation, self.ledger.block_size)
 

@@ -36,12 +36,14 @@ class SinkRecord:
     num_claimed: int = 0  # tokens that the claim names
     first_kept: int = 0  # the first token that its source still has, by its claim
     most_blocks: int = 0  # how many blocks a pull asked for
+    pulled_from: int = 0  # which block of a prompt is the first of them
     is_used_early: bool = False  # steps may read its blocks while they are written
     into: list[int] = field(default_factory=list)  # the blocks that will be granted, where a request has them already
     is_held: bool = False  # its claim is not granted yet
     queued_at: float = 0.0  # since when it waits in line, and its place there: (priority, number of the claim)
     place: tuple[int, int] = (0, 0)
     num_passed: int = 0  # leading blocks that are before every window of what is handed over: nobody sends or has them
+    first_window: int = 0  # the first block that comes with its window blocks, where blocks have such
     hits: list[int] = field(default_factory=list)  # behind them
     hold: Hold | None = None  # the reservation of the hits, while they belong to a ticket
     granted: list[int] = field(default_factory=list)

@@ -33,13 +33,13 @@ class PushedChunks:
         if self._peers.knows(peer):
             self._peers.claim_offer(record)
 
-    def step_built(self, key: AttemptKey, step_id: int, num_tokens: int) -> BlockPush | None:
+    def step_built(self, key: AttemptKey, step_id: int, num_tokens: int) -> list[BlockPush]:
         """Notes that the first `num_tokens` tokens are computed when step `step_id` has run. Returns what is to be
         pushed with that step."""
         record = self._ledger.records[key]
         record.step_built(step_id, num_tokens)
         self._ledger.hold(record, record.coming_block_ids[: num_tokens // self._ledger.block_size])
-        return record.take_layer_push() if record.machine.state is S.PUSHING else None
+        return record.take_layer_pushes() if record.machine.state is S.PUSHING else []
 
     def computed(self, key: AttemptKey, now: float) -> None:
         """Hands over a chunk that is computed, behind nothing that could still be wrong."""

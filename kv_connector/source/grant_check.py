@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tandem.engine.contracts.errors import GrantError
 from tandem.engine.contracts.wire.handoff import KVGrant
+from tandem.kv_connector.layouts.granted_blocks import GrantedBlocks
 from tandem.kv_connector.source.record import SourceRecord
 
 if TYPE_CHECKING:
@@ -30,10 +31,12 @@ class GrantCheck:
             raise GrantError(f"grant {grant.grant_id:#x} is for another pair of nodes", request_id=grant.request_id)
         if grant.grant_id in self._used and grant.grant_id != record.machine.grant_id:
             raise GrantError(f"grant {grant.grant_id:#x} was used before", request_id=grant.request_id)
-        sizes = (grant.first_block + len(grant.block_ids), grant.num_prompt_tokens)
-        if sizes != (record.num_sink_blocks, record.num_prompt_tokens) or not grant.block_ids:
+        blocks = GrantedBlocks(grant.first_block, grant.first_window, record.blocks_each)
+        sizes = (len(grant.block_ids), grant.num_prompt_tokens)
+        if sizes != (blocks.count(record.num_sink_blocks), record.num_prompt_tokens) or not grant.block_ids:
             raise GrantError(f"grant {grant.grant_id:#x} does not fit the prompt", request_id=grant.request_id)
-        if grant.first_block * record.block_sizes.sink < record.first_kept:
+        first_read = grant.first_block if record.blocks_each == 1 else grant.first_window
+        if first_read * record.block_sizes.sink < record.first_kept:
             raise GrantError(f"grant {grant.grant_id:#x} is for blocks that slid out", request_id=grant.request_id)
 
     def note_use(self, grant_id: int) -> None:

@@ -62,10 +62,12 @@ class SourceLedger:
             kind=kind,
             peer=peer,
             num_prompt_tokens=num_tokens,
-            num_blocks=-(-num_tokens // self.block_size),
+            num_blocks=self.pool.cost(-(-num_tokens // self.block_size)),
             block_sizes=BlockSizes(self.block_size, self.block_size),
             deadline=deadline,
             machine=SourceMachine(self.info.epoch, peer.epoch),
+            windows_of=self.pool.windows.of,
+            blocks_each=self.pool.cost(1),
         )
         return record
 

@@ -88,8 +88,7 @@ class PushedPrompts:
                 behind = record.take_whole_push(record.num_computed_tokens, output.step_id)
                 whole += [behind] if behind is not None else []
             elif pushing:
-                now = record.take_layer_push()
-                pushes += [now] if now is not None else []
+                pushes += record.take_layer_pushes()
         if not pushes and not whole and not awaits_grant:
             return None
         return StepMoves(output.step_id, tuple(pushes), tuple(whole), by_layer=by_layer)

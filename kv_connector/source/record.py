@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tandem.engine.blocks.reservations import Hold
@@ -10,6 +10,7 @@ from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import Continuation, FirstToken, PeerRef
 from tandem.engine.scheduling.request import Request
+from tandem.kv_connector.layouts.granted_blocks import Entry, GrantedBlocks
 from tandem.kv_connector.layouts.plan import BlockSizes
 from tandem.kv_connector.protocol.jobs import BlockPush, Finalize, digest_key
 from tandem.kv_connector.protocol.kind import HandoffKind
@@ -29,10 +30,12 @@ class SourceRecord:
     kind: HandoffKind
     peer: PeerRef
     num_prompt_tokens: int
-    num_blocks: int  # of the prompt, of this node's size
+    num_blocks: int  # of the prompt, of this node's size, with window blocks
     block_sizes: BlockSizes
     deadline: float
     machine: SourceMachine
+    windows_of: Callable[[int], tuple[int, ...]]  # the window blocks of a block of this node
+    blocks_each: int = 1  # with its window blocks
     resend_at: float = 0.0
     resend_every_s: float = 0.0
     reason: str = ""
@@ -64,6 +67,11 @@ class SourceRecord:
         """The prompt's length in blocks of the sink's size, in which grants, pushes and resends count."""
         return self.block_sizes.num_sink_blocks(self.num_prompt_tokens)
 
+    @property
+    def granted(self) -> GrantedBlocks:
+        assert self.grant is not None
+        return GrantedBlocks(self.grant.first_block, self.grant.first_window, self.blocks_each)
+
     # --- progress -------------------------------------------------------------------------------------------
 
     def blocks_allocated(self, block_ids: Sequence[int], num_computed_tokens: int) -> None:
@@ -85,25 +93,36 @@ class SourceRecord:
 
     # --- what to push ---------------------------------------------------------------------------------------
 
-    def take_layer_push(self) -> BlockPush | None:
-        """The push of the blocks that the step built last completes. Call `take_whole_push` for older blocks first."""
-        return self._take(self._num_complete(self.num_computed_tokens), self.last_step)
+    def take_layer_pushes(self) -> list[BlockPush]:
+        """The pushes, one for each block table, of the blocks that the step built last completes. Call
+        `take_whole_push` for older blocks first."""
+        blocks = self._take(self._num_complete(self.num_computed_tokens))
+        is_awaited = self.is_awaited and blocks.stop == self.num_sink_blocks
+        entries = list(self.granted.entries(blocks))
+        by_table = {table: [each for each in entries if each[1] == table] for table in range(self.blocks_each)}
+        return [
+            BlockPush(step_id=self.last_step, is_awaited=is_awaited, table=table, **self._pairs(each))
+            for table, each in by_table.items()
+            if each
+        ]
 
     def take_whole_push(self, num_tokens: int, step_id: int) -> BlockPush | None:
         """The push of all blocks complete within `num_tokens` that were not pushed; step `step_id` is the last to write
         them. None if there is no such block."""
-        return self._take(self._num_complete(num_tokens), step_id)
+        blocks = self._take(self._num_complete(num_tokens))
+        return BlockPush(step_id=step_id, **self._pairs(self.granted.entries(blocks))) if blocks else None
 
     def push_again(self) -> BlockPush:
         """The push of the blocks that the last KVResend names by their indices into the grant."""
         assert self.grant is not None
-        blocks = [self.grant.first_block + index for index in self.resend_indices]
-        return BlockPush(step_id=self.last_step, **self._pairs(blocks))
+        entries = list(self.granted.entries(range(self.grant.first_block, self.num_sink_blocks)))
+        return BlockPush(step_id=self.last_step, **self._pairs([entries[index] for index in self.resend_indices]))
 
     def finalize(self, round: int, with_digests: bool) -> Finalize:
         assert self.grant is not None
         assert self.num_pushed_blocks == self.num_sink_blocks, "KVReady would name blocks that were not pushed"
-        source_block_ids, first_slots = self._origins(range(self.grant.first_block, self.num_sink_blocks))
+        every = self.granted.entries(range(self.grant.first_block, self.num_sink_blocks))
+        source_block_ids, first_slots = self._origins(list(every))
         return Finalize(
             key=self.key,
             grant=self.grant,
@@ -115,34 +134,35 @@ class SourceRecord:
             first_tokens=self.first_tokens,
             with_digests=with_digests,
             continuation=self.continuation,
-            num_blocks=self.num_sink_blocks - self.grant.first_block,
+            num_blocks=self.granted.count(self.num_sink_blocks),
         )
 
-    def _take(self, until: int, step_id: int) -> BlockPush | None:
-        if until <= self.num_pushed_blocks:
-            return None
-        blocks = range(self.num_pushed_blocks, until)
-        self.num_pushed_blocks = until
-        is_last = until == self.num_sink_blocks
-        return BlockPush(step_id=step_id, is_awaited=self.is_awaited and is_last, **self._pairs(blocks))
+    def _take(self, until: int) -> range:
+        """The blocks up to `until` that were not pushed, which now are."""
+        blocks = range(self.num_pushed_blocks, max(until, self.num_pushed_blocks))
+        self.num_pushed_blocks = blocks.stop
+        return blocks
 
-    def _pairs(self, blocks: Sequence[int]) -> dict:
+    def _pairs(self, entries: Iterable[Entry]) -> dict:
         assert self.grant is not None
-        source_block_ids, first_slots = self._origins(blocks)
+        granted, entries = self.granted, list(entries)
+        source_block_ids, first_slots = self._origins(entries)
         return {
             "key": self.key,
             "grant": self.grant,
             "source_block_ids": source_block_ids,
             "first_slots": first_slots,
-            "destination_block_ids": tuple(self.grant.block_ids[block - self.grant.first_block] for block in blocks),
-            "num_valid": tuple(self._num_valid(block) for block in blocks),
+            "destination_block_ids": tuple(self.grant.block_ids[granted.index(entry)] for entry in entries),
+            "num_valid": tuple(self._num_valid(block) for block, _ in entries),
         }
 
-    def _origins(self, sink_blocks: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _origins(self, entries: Sequence[Entry]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The (source_block_ids, first_slots) of a job that pushes these sink blocks of the prompt; see BlockPush."""
+        ids = self.block_ids
         if self.block_sizes.source == self.block_sizes.sink:
-            return tuple(self.block_ids[block] for block in sink_blocks), ()
-        origins = [self.block_sizes.origin(block, self._num_valid(block)) for block in sink_blocks]
+            every = [(ids[block], *self.windows_of(ids[block])) for block, _ in entries]
+            return tuple(each[table] for each, (_, table) in zip(every, entries, strict=True)), ()
+        origins = [self.block_sizes.origin(block, self._num_valid(block)) for block, _ in entries]
         block_ids = tuple(self.block_ids[block] for blocks, _ in origins for block in blocks)
         return block_ids, tuple(first_slot for _, first_slot in origins)
 

@@ -50,7 +50,8 @@ class DiskTier:
                 bad.append(block_hash)
                 continue
             digest = self._digest(host_slot, block_hash)
-            self._file.describe(slot, block_hash, job.parents[index], job.tenants[index], digest)
+            parent, tenant, is_whole = job.parents[index], job.tenants[index], job.are_whole[index]
+            self._file.describe(slot, block_hash, parent, tenant, digest, is_whole)
             self.counters["tier_spilled_bytes"] += self._file.slot_bytes
         return bad
 

@@ -25,7 +25,7 @@ from tandem.kv_connector.tiers.index import StoredBlock
 
 logger = logging.getLogger(__name__)
 PAGE = 4096  # bytes, in which direct reads and writes of disks go
-MAGIC = b"tandem kv tier 1"
+MAGIC = b"tandem kv tier 2"
 MAX_FILES = 64  # nodes that share a folder; a guess
 RECORD = np.dtype(
     [
@@ -34,11 +34,11 @@ RECORD = np.dtype(
         ("tenant", "V16"),
         ("digest", "<i8"),
         ("sequence", "<u8"),  # in the order of writing
-        ("flags", "<u4"),  # HAS_PARENT, HAS_TENANT
+        ("flags", "<u4"),  # HAS_PARENT, HAS_TENANT, HAS_WINDOWS
         ("crc", "<u4"),  # of all before; of a wiped record it is wrong
     ]
 )
-HAS_PARENT, HAS_TENANT = 1, 2
+HAS_PARENT, HAS_TENANT, HAS_WINDOWS = 1, 2, 4
 NOTHING = b"\0" * 16
 
 
@@ -109,17 +109,20 @@ class DiskFile:
             parent = record["parent"].tobytes() if flags & HAS_PARENT else None
             tenant = record["tenant"].tobytes() if flags & HAS_TENANT else b""
             newest.pop(block_hash, None)
-            newest[block_hash] = StoredBlock(int(slot), block_hash, parent, tenant)
+            newest[block_hash] = StoredBlock(int(slot), block_hash, parent, tenant, bool(flags & HAS_WINDOWS))
             self._sequence = int(record["sequence"])
         return list(newest.values())
 
     def wipe(self, slot: int) -> None:
         self._records[slot] = np.zeros((), RECORD)
 
-    def describe(self, slot: int, block_hash: bytes, parent: bytes | None, tenant: bytes, digest: int) -> None:
-        """Sets the record of a slot that has been written. `tenant` is empty or of 16 bytes."""
+    def describe(
+        self, slot: int, block_hash: bytes, parent: bytes | None, tenant: bytes, digest: int, is_whole: bool = True
+    ) -> None:
+        """Sets the record of a slot that has been written. `tenant` is empty or of 16 bytes. `is_whole`: with the
+        block's window blocks."""
         self._sequence += 1
-        flags = HAS_PARENT * (parent is not None) + HAS_TENANT * bool(tenant)
+        flags = HAS_PARENT * (parent is not None) + HAS_TENANT * bool(tenant) + HAS_WINDOWS * is_whole
         record = np.zeros((), RECORD)
         for name, value in (("hash", block_hash), ("parent", parent or NOTHING), ("tenant", tenant or NOTHING)):
             record[name] = np.void(value)

@@ -32,7 +32,7 @@ class HostTier:
         self, pool: torch.Tensor, blocks: HostBlocks, post: Callable[[JobDone], None], ranks: RankPools | None = None
     ) -> None:
         self.pool, self.blocks, self._ranks = pool, blocks, ranks
-        self._slot_bytes = blocks.raw.shape[1]
+        self._place_bytes = blocks.places.shape[1]
         num_layers = pool.shape[2]
         self._groups: list[range | None] = [*layer_groups(num_layers)] if blocks.by_layers else [None]
         self._save_stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None
@@ -75,10 +75,10 @@ class HostTier:
         """Starts a load; returns, for each layer, the event after which that layer of the blocks is there. Does not
         wait for a copy. Not with ranks, of which rank 0 alone would wait for these events."""
         assert self._ranks is None, "loads of several ranks come before their step"
-        pairs = list(zip(load.host_slots, load.block_ids, strict=True))
+        pairs = [(place, block_id) for block_id, place in self._pairs(load)]
         groups = self._groups
         events: list[LoadEvent] = []
-        self.counters["tier_loaded_bytes"] += len(pairs) * self._slot_bytes
+        self.counters["tier_loaded_bytes"] += len(pairs) * self._place_bytes
         if self._load_stream is None:
             flags = [threading.Event() for _ in groups]
             self._loads.submit(load, lambda: self._load_layers(pairs, groups, flags))
@@ -97,21 +97,31 @@ class HostTier:
     # --- threads --------------------------------------------------------------------------------------------
 
     def _save(self, job: Save) -> tuple[bytes, ...]:
-        pairs = list(zip(job.block_ids, job.host_slots, strict=True))
+        pairs = self._pairs(job)
         with _waited_for(self._save_stream):
             self._store(pairs)
-        self.counters["tier_saved_bytes"] += len(pairs) * self._slot_bytes
+        self.counters["tier_saved_bytes"] += len(pairs) * self._place_bytes
         return ()
 
     def _load(self, job: Load) -> tuple[bytes, ...]:
-        pairs = list(zip(job.host_slots, job.block_ids, strict=True))
+        pairs = [(place, block_id) for block_id, place in self._pairs(job)]
         with _waited_for(self._load_stream):
             self._restore(pairs)
-        self.counters["tier_loaded_bytes"] += len(pairs) * self._slot_bytes
+        self.counters["tier_loaded_bytes"] += len(pairs) * self._place_bytes
         return ()
 
+    def _pairs(self, job: Save | Load) -> list[tuple[int, int]]:
+        """(block, place on the host) of all that a job copies: a block's window blocks are behind it in its slot."""
+        each = self.blocks.blocks_each
+        listed = zip(job.block_ids, job.window_ids, job.host_slots, strict=True)
+        return [
+            (moved, slot * each + index)
+            for block_id, window_ids, slot in listed
+            for index, moved in enumerate((block_id, *window_ids))
+        ]
+
     def _store(self, pairs: Pairs) -> None:
-        """Copies blocks `pairs[i][0]` of the device into slots `pairs[i][1]`."""
+        """Copies blocks `pairs[i][0]` of the device into places `pairs[i][1]`."""
         if self._ranks is None:
             self.blocks.store(self.pool, pairs)
             return
@@ -121,7 +131,7 @@ class HostTier:
             self.blocks.store(gathered, [(index, slot) for index, (_, slot) in enumerate(piece)])
 
     def _restore(self, pairs: Pairs) -> None:
-        """Copies slots `pairs[i][0]` into blocks `pairs[i][1]` of the device."""
+        """Copies places `pairs[i][0]` into blocks `pairs[i][1]` of the device."""
         if self._ranks is None:
             self.blocks.restore(self.pool, pairs)
             return

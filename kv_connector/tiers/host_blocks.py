@@ -37,9 +37,12 @@ class HostBlocks(ABC):
 
     by_layers = True
 
-    def __init__(self, pool: torch.Tensor, num_blocks: int) -> None:
-        """Allocates `num_blocks` slots of undefined content. Raises ConfigError when the memory can't be had."""
-        self.raw = _allocate(num_blocks, self.slot_bytes(pool))
+    def __init__(self, pool: torch.Tensor, num_blocks: int, blocks_each: int = 1) -> None:
+        """Allocates `num_blocks` slots of undefined content, each of `blocks_each` places for a block and its window
+        blocks. Raises ConfigError when the memory can't be had."""
+        self.blocks_each = blocks_each
+        self.raw = _allocate(num_blocks, blocks_each * self.slot_bytes(pool))
+        self.places = self.raw.view(num_blocks * blocks_each, -1)
         self._unlock: weakref.finalize[[int, torch.Tensor], HostBlocks] | None = None
         self._touching = threading.Thread(target=self.raw.zero_, name="kv-host-pages", daemon=True)
         if pool.is_cuda:
@@ -68,11 +71,11 @@ class HostBlocks(ABC):
 
     @abstractmethod
     def store(self, pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks `pairs[i][0]` of `pool` into slots `pairs[i][1]`; on CUDA enqueued on the current stream."""
+        """Copies blocks `pairs[i][0]` of `pool` into places `pairs[i][1]`; on CUDA enqueued on the current stream."""
 
     @abstractmethod
     def restore(self, pool: torch.Tensor, pairs: Sequence[tuple[int, int]], layers: range | None = None) -> None:
-        """Copies `layers` (None: all) of slots `pairs[i][0]` into blocks `pairs[i][1]` of `pool`; enqueued as in
+        """Copies `layers` (None: all) of places `pairs[i][0]` into blocks `pairs[i][1]` of `pool`; enqueued as in
         `store`."""
 
     def __len__(self) -> int:
@@ -87,9 +90,9 @@ class HostBlocks(ABC):
 class ExactBlocks(HostBlocks):
     """Host slots that keep a block's bytes as the pool has them."""
 
-    def __init__(self, pool: torch.Tensor, num_blocks: int) -> None:
-        super().__init__(pool, num_blocks)
-        self._blocks = self.raw.view(pool.dtype).view(num_blocks, *pool.shape[1:])
+    def __init__(self, pool: torch.Tensor, num_blocks: int, blocks_each: int = 1) -> None:
+        super().__init__(pool, num_blocks, blocks_each)
+        self._blocks = self.places.view(pool.dtype).view(num_blocks * blocks_each, *pool.shape[1:])
 
     @staticmethod
     def slot_bytes(pool: torch.Tensor) -> int:
@@ -108,8 +111,8 @@ class Fp8Blocks(HostBlocks):
 
     by_layers = False
 
-    def __init__(self, pool: torch.Tensor, num_blocks: int) -> None:
-        super().__init__(pool, num_blocks)
+    def __init__(self, pool: torch.Tensor, num_blocks: int, blocks_each: int = 1) -> None:
+        super().__init__(pool, num_blocks, blocks_each)
         self._shape = pool.shape[1:]
 
     @staticmethod
@@ -119,20 +122,20 @@ class Fp8Blocks(HostBlocks):
 
     def store(self, pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         for piece in self._pieces(pairs):
-            packed = torch.zeros((len(piece), self.raw.shape[1]), dtype=torch.uint8, device=pool.device)
+            packed = torch.zeros((len(piece), self.places.shape[1]), dtype=torch.uint8, device=pool.device)
             values, scales = self._parts(packed)
             exact = pool[_sent([block for block, _ in piece], pool.device)].transpose(1, 2).float()
             scales.copy_(power_of_two_scales(exact.abs().amax((-2, -1))))
             values.copy_(quantize(exact, scales[..., None, None], counts=False).view(torch.uint8))
             for index, (_, slot) in enumerate(piece):
-                self.raw[slot].copy_(packed[index], non_blocking=True)
+                self.places[slot].copy_(packed[index], non_blocking=True)
 
     def restore(self, pool: torch.Tensor, pairs: Sequence[tuple[int, int]], layers: range | None = None) -> None:
         assert layers is None, "whole blocks, see `by_layers`"
         for piece in self._pieces(pairs):
-            packed = torch.empty((len(piece), self.raw.shape[1]), dtype=torch.uint8, device=pool.device)
+            packed = torch.empty((len(piece), self.places.shape[1]), dtype=torch.uint8, device=pool.device)
             for index, (slot, _) in enumerate(piece):
-                packed[index].copy_(self.raw[slot], non_blocking=True)
+                packed[index].copy_(self.places[slot], non_blocking=True)
             values, scales = self._parts(packed)
             restored = dequantize(values.view(FP8_DTYPE), scales[..., None, None], pool.dtype)
             pool[_sent([block for _, block in piece], pool.device)] = restored.transpose(1, 2)
@@ -147,7 +150,7 @@ class Fp8Blocks(HostBlocks):
         return values, scales.unflatten(1, (layers, heads, planes))
 
     def _pieces(self, pairs: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
-        size = max(1, PIECE_BYTES // self.raw.shape[1])
+        size = max(1, PIECE_BYTES // self.places.shape[1])
         return (pairs[first : first + size] for first in range(0, len(pairs), size))
 
 

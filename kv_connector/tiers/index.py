@@ -29,6 +29,7 @@ class StoredBlock:
     block_hash: bytes
     parent: bytes | None
     tenant: bytes
+    is_whole: bool = True
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class TierEntry:
     num_pins: int = 0
     is_ready: bool = False
     is_copy: bool = False  # whether the tier above has the block, too
+    is_whole: bool = True  # whether its window blocks are there as well
 
     @property
     def rank(self) -> Rank:
@@ -88,6 +90,10 @@ class TierIndex:
         """Whether the tier above has the block, by the last `note_copy`."""
         return self._entries[block_hash].is_copy
 
+    def is_whole(self, block_hash: bytes) -> bool:
+        """Whether the block is here and complete, with its window blocks."""
+        return self.is_ready(block_hash) and self._entries[block_hash].is_whole
+
     def slot(self, block_hash: bytes) -> int:
         return self._entries[block_hash].slot
 
@@ -100,6 +106,11 @@ class TierIndex:
     def unpinned_hashes(self) -> list[bytes]:
         """The blocks that can be removed at once."""
         return [block_hash for block_hash, entry in self._entries.items() if entry.is_ready and not entry.num_pins]
+
+    def may_go(self, block_hash: bytes) -> bool:
+        """Whether it is not here, or could be removed."""
+        entry = self._entries.get(block_hash)
+        return entry is None or (entry.is_ready and not entry.num_pins)
 
     # --- coming ---------------------------------------------------------------------------------------------
 
@@ -118,11 +129,12 @@ class TierIndex:
         self._enter(slot, block_hash, parent, tenant)
         return slot, victim
 
-    def commit(self, block_hash: bytes) -> None:
-        """Notes that the block is complete in its slot, so that it can be found from here on."""
+    def commit(self, block_hash: bytes, is_whole: bool = True) -> None:
+        """Notes that the block is complete in its slot, so that it can be found from here on. `is_whole`: with its
+        window blocks."""
         entry = self._entries[block_hash]
         assert not entry.is_ready, "committed twice"
-        entry.is_ready = True
+        entry.is_ready, entry.is_whole = True, is_whole
         self._rank(block_hash, entry)
 
     def restore(self, stored: Iterable[StoredBlock]) -> None:
@@ -132,7 +144,7 @@ class TierIndex:
         for block in stored:
             free.remove(block.slot)
             self._enter(block.slot, block.block_hash, block.parent, block.tenant)
-            self.commit(block.block_hash)
+            self.commit(block.block_hash, block.is_whole)
         self._free = sorted(free, reverse=True)
 
     def _enter(self, slot: int, block_hash: bytes, parent: bytes | None, tenant: bytes) -> None:

@@ -18,8 +18,9 @@ class Save:
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
     host_slots: tuple[int, ...]
-    generations: tuple[int, ...]
+    generations: tuple[tuple[int, ...], ...]  # of each block and its window blocks
     flushes: int  # how often the tiers had been flushed when it was asked for
+    window_ids: tuple[tuple[int, ...], ...]  # those of each block, which go into its slot behind it; (): it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Load:
     hashes: tuple[bytes, ...]
     host_slots: tuple[int, ...]
     block_ids: tuple[int, ...]
+    window_ids: tuple[tuple[int, ...], ...]  # as of a Save: into these, what is behind the block in its slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Spill:
     tenants: tuple[bytes, ...]
     host_slots: tuple[int, ...]
     disk_slots: tuple[int, ...]
+    are_whole: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)

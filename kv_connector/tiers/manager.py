@@ -21,6 +21,7 @@ from tandem.kv_connector.tiers.index import StoredBlock, TierIndex
 from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Load, TierJob, with_loads
 from tandem.kv_connector.tiers.promoter import Promoter
 from tandem.kv_connector.tiers.promotions import PromotionStage
+from tandem.kv_connector.tiers.usable_load import usable_load
 from tandem.kv_connector.tiers.worth_loading import num_worth_loading
 from tandem.kv_connector.tiers.write_back import WriteBack
 
@@ -77,25 +78,33 @@ class TierManager:
             if promotion.stage is PromotionStage.FETCHED:
                 self.promoter.load_outside(promotion)
             return 0 if promotion.stage in (PromotionStage.LOADED, PromotionStage.OVER) else None
-        missing = hashes[len(hits) :]
-        if missing and self.promoter.is_moving(missing[0]):
+        has_windows = self._pool.windows.num_each > 0
+        known = self._pool.match_prefix(hashes) if has_windows else list(hits)
+        if len(known) < len(hashes) and self.promoter.is_moving(hashes[len(known)]):
             return None  # another request's load brings it
-        found = self._found(missing)
+        found = self._found(hashes[len(known) :])
+        first = len(known)
+        if has_windows:
+            first, found = usable_load(self._pool, self._below, hashes, known, len(found), len(hits))
+            if any(map(self.promoter.is_moving, found)):
+                return None
         if not found:
             return 0
         num_worth = self._num_worth(found)
-        if not num_worth:
+        if not num_worth or (has_windows and num_worth < len(found)):
             self.counters.loads_declined += 1
             self.promoter.decline(taker)
             return 0
         wanted = found[:num_worth]
-        under_step = runs_alone and self._make_step_load is not None
+        under_step = runs_alone and self._make_step_load is not None and first == len(hits)
         if under_step and all(self._host.is_ready(block_hash) for block_hash in wanted):
             return len(wanted) * self._block_size
-        if not self._pool.reservations.may_wait_with(len(hits) + len(wanted)):
+        if not self._pool.reservations.may_wait_with(self._pool.cost(first + len(wanted))):
             return None if self.promoter.is_copying else 0
-        parent = hashes[len(hits) - 1] if hits else None
-        return None if self.promoter.promote(taker, list(hits), parent, wanted) else 0
+        parent = hashes[first - 1] if first else None
+        passed = self._pool.window.num_passed((first + len(wanted)) * self._block_size)
+        num_bare = max(0, passed - first) if has_windows else 0
+        return None if self.promoter.promote(taker, known[:first], parent, wanted, num_bare) else 0
 
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         """See LowerTiers."""
@@ -143,6 +152,11 @@ class TierManager:
                 break
             found.append(block_hash)
         return found
+
+    def _below(self, block_hash: bytes) -> bool:
+        """Whether the host pool or the disk has the block with its window blocks."""
+        on_disk = self._disk is not None and self._disk.is_whole(block_hash) and block_hash not in self._host
+        return on_disk or self._host.is_whole(block_hash)
 
     def _num_worth(self, found: Sequence[bytes]) -> int:
         load_rate, fetch_rate = self.promoter.load_rate, self.promoter.fetch_rate

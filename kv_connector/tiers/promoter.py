@@ -56,9 +56,11 @@ class Promoter:
 
     # --- promotions -----------------------------------------------------------------------------------------
 
-    def promote(self, taker: Taker, hits: list[int], parent: bytes | None, wanted: list[bytes]) -> bool:
-        """Holds the hits and starts to bring up the blocks after them, perhaps fewer than `wanted`. False: none at
-        all."""
+    def promote(
+        self, taker: Taker, hits: list[int], parent: bytes | None, wanted: list[bytes], num_bare: int = 0
+    ) -> bool:
+        """Holds the hits and starts to bring up the blocks after them, perhaps fewer than `wanted`; the first
+        `num_bare` without window blocks. False: none at all."""
         on_host = [block_hash for block_hash in wanted if block_hash in self._host]
         self._host.pin(on_host)
         fetched, slots, taken = [], [], len(wanted)
@@ -77,11 +79,11 @@ class Promoter:
         if not taken:
             return False
         self._num_promotions += 1
-        promotion = Promotion(self._num_promotions, hits, parent, wanted[:taken], PromotionStage.FETCHED)
+        promotion = Promotion(self._num_promotions, hits, parent, wanted[:taken], PromotionStage.FETCHED, num_bare)
         self._promotions[taker] = self._by_number[promotion.number] = promotion
         self._moving.update(promotion.hashes)
         self._pool.touch(hits)
-        num_blocks, give_back = len(hits) + taken, partial(self._let_go, promotion)
+        num_blocks, give_back = self._pool.cost(len(hits) + taken), partial(self._let_go, promotion)
         promotion.hold = self._pool.reservations.add(Kind.LOAD, num_blocks, give_back, taker)
         if fetched:
             assert self._disk is not None
@@ -105,7 +107,8 @@ class Promoter:
 
     def load_outside(self, promotion: Promotion) -> None:
         """Starts the loads of what is fetched, unless blocks have to cool down first."""
-        blocks = self._pool.allocate_grantable(len(promotion.hashes))
+        num_blocks = len(promotion.hashes)
+        blocks = self._pool.allocate_grantable(num_blocks, min(num_blocks, promotion.num_bare))
         if blocks is not None:
             promotion.block_ids = blocks
             promotion.stage = PromotionStage.LOADING
@@ -113,7 +116,7 @@ class Promoter:
 
     def _make_load(self, hashes: Sequence[bytes], block_ids: Sequence[int], number: int = 0) -> Load:
         slots = tuple(self._host.slot(block_hash) for block_hash in hashes)
-        return Load(number, tuple(hashes), slots, tuple(block_ids))
+        return Load(number, tuple(hashes), slots, tuple(block_ids), tuple(map(self._pool.windows.of, block_ids)))
 
     def ended(self, taker: Taker) -> None:
         promotion = self._promotions.pop(taker, None)
@@ -181,7 +184,7 @@ class Promoter:
                 self._write_back.drop_from_disk(block_hash)
                 self.counters.disk_dropped += 1
             else:
-                self._write_back.commit_on_host(block_hash)
+                self._write_back.commit_on_host(block_hash, self._disk.is_whole(block_hash))
                 self._host.pin([block_hash])
         good = [each in done.bad for each in promotion.hashes].index(True) if done.bad else len(promotion.hashes)
         lost = promotion.hashes[good:]

@@ -31,6 +31,7 @@ class Promotion:
     parent: bytes | None  # hash of the last of `hits`
     hashes: list[bytes]
     stage: PromotionStage
+    num_bare: int = 0  # the first of `hashes` that are loaded without window blocks: nothing reads those
     from_disk: frozenset[bytes] = frozenset()
     block_ids: list[int] = field(default_factory=list)
     hold: Hold | None = None

@@ -88,8 +88,8 @@ class WriteBack:
             self._left_host(evicted)
         return slot
 
-    def commit_on_host(self, block_hash: bytes) -> None:
-        self._host.commit(block_hash)
+    def commit_on_host(self, block_hash: bytes, is_whole: bool) -> None:
+        self._host.commit(block_hash, is_whole)
         self._host.note_copy(block_hash, self._pool.is_published(block_hash))
         self._unsaved.pop(block_hash, None)
         if self._disk is not None and block_hash not in self._disk:
@@ -161,7 +161,7 @@ class WriteBack:
         if self._kept is not None:
             self._kept.ask(self._pool.cold_end(ASKED_AHEAD))
             is_idle = False  # what peers keep of it is not known yet
-        unsaved = (e for e in cold if e in self._unsaved and e not in self._host and not self._is_left(e))
+        unsaved = (e for e in cold if self._should_be_saved(e) and not self._is_left(e))
         chosen = list(islice(unsaved, self._batch))
         kept: Container[bytes] = frozenset(cold) if chosen else ()  # otherwise they would displace each other for ever
         if not chosen and is_idle:
@@ -171,16 +171,34 @@ class WriteBack:
         taken = []
         for block_hash in chosen:
             tenant = self._pool.tenant(block_hash)
+            self._drop_below(block_hash)
             slot = self.reserve_on_host(block_hash, self._pool.parent(block_hash), tenant, kept)
             if slot is None:
                 break
             block_id = self._pool.find(block_hash)
             assert block_id is not None
-            taken.append((block_hash, block_id, slot, self._pool.generation(block_id)))
+            window_ids = self._pool.windows.of(block_id)
+            generations = tuple(map(self._pool.generation, (block_id, *window_ids)))
+            taken.append((block_hash, block_id, slot, generations, window_ids))
         if taken:
-            hashes, block_ids, slots, generations = zip(*taken, strict=True)
+            hashes, block_ids, slots, every_generation, every_window = zip(*taken, strict=True)
             self._saving = True
-            self._jobs.append(Save(hashes, block_ids, slots, generations, self._num_flushes))
+            self._jobs.append(Save(hashes, block_ids, slots, every_generation, self._num_flushes, every_window))
+
+    def _should_be_saved(self, block_hash: bytes) -> bool:
+        """Whether a block of the pool is nowhere below, or only without the window blocks that it has here."""
+        if block_hash in self._unsaved or not self._pool.windows.num_each:
+            return block_hash in self._unsaved and block_hash not in self._host
+        known, below = self._pool.find(block_hash), [self._host, *([] if self._disk is None else [self._disk])]
+        is_better = known is not None and self._pool.windows.is_whole(known)
+        return is_better and all(tier.may_go(block_hash) and not tier.is_whole(block_hash) for tier in below)
+
+    def _drop_below(self, block_hash: bytes) -> None:
+        """Drops copies without window blocks, in whose place one with them comes."""
+        if block_hash in self._host:
+            self.drop_from_host(block_hash)
+        if self._disk is not None and block_hash in self._disk:
+            self.drop_from_disk(block_hash)
 
     def _is_left(self, block_hash: bytes) -> bool:
         """Whether a peer surely keeps it, and nothing here could be reached through it alone."""
@@ -212,12 +230,13 @@ class WriteBack:
             if found[1] is not None:
                 self.counters.disk_evictions += 1
                 self._left_disk(found[1])
-            taken.append((block_hash, parent, tenant, self._host.slot(block_hash), found[0]))
+            is_whole = self._host.is_whole(block_hash)
+            taken.append((block_hash, parent, tenant, self._host.slot(block_hash), found[0], is_whole))
         if taken:
-            hashes, parents, tenants, host_slots, disk_slots = zip(*taken, strict=True)
+            hashes, parents, tenants, host_slots, disk_slots, are_whole = zip(*taken, strict=True)
             self._host.pin(hashes)
             self._spilling = True
-            self._jobs.append(Spill(hashes, parents, tenants, host_slots, disk_slots))
+            self._jobs.append(Spill(hashes, parents, tenants, host_slots, disk_slots, are_whole))
 
     # --- what has gone --------------------------------------------------------------------------------------
 
@@ -231,14 +250,17 @@ class WriteBack:
             self._on_spilled(done.job, done.bad)
 
     def _on_saved(self, job: Save, bad: Iterable[bytes]) -> None:
-        for block_hash, block_id, generation in zip(job.hashes, job.block_ids, job.generations, strict=True):
-            is_torn = self._pool.generation(block_id) != generation
+        for index, (block_hash, block_id) in enumerate(zip(job.hashes, job.block_ids, strict=True)):
+            window_ids = job.window_ids[index]
+            now = tuple(map(self._pool.generation, (block_id, *window_ids)))
+            is_torn = now[0] != job.generations[index][0]
+            is_whole = len(window_ids) == self._pool.windows.num_each and now == job.generations[index]
             self.counters.saves_torn += is_torn
             if is_torn or block_hash in bad or job.flushes != self._num_flushes:
                 self._host.remove(block_hash)
             else:
                 self.counters.saves += 1
-                self.commit_on_host(block_hash)
+                self.commit_on_host(block_hash, is_whole)
 
     def _on_spilled(self, job: Spill, bad: Iterable[bytes]) -> None:
         assert self._disk is not None
@@ -250,7 +272,7 @@ class WriteBack:
                 self._disk.remove(block_hash)
             else:
                 self.counters.spills += 1
-                self._disk.commit(block_hash)
+                self._disk.commit(block_hash, self._host.is_whole(block_hash))
                 self._tell(BlockEvent(block_hash, True, "disk"))
 
     def check_integrity(self) -> None:

@@ -27,6 +27,7 @@ class SentDigests:
     ) -> None:
         self.are_wanted = are_wanted
         self._pool_NHLPBD, self._block_size = pool_NHLPBD, layout.block_size
+        self._num_last = layout.group.blocks_each  # blocks that the tokens behind the last full ones take
         self._counters = counters
         self._passes = SumPasses(pool_NHLPBD)
         self._grants: dict[int, GrantSums] = {}
@@ -71,13 +72,14 @@ class SentDigests:
         """Makes the digests of the sink's blocks in a pass of its own: little-endian int64 [n]."""
         self._counters["kv_digest_passes"] += 1
         if reshaper is not None:
-            num_valid = valid_slots(job.num_pushed_blocks, job.num_valid_last, reshaper.geometry.block_size)
+            size = reshaper.geometry.block_size
+            num_valid = valid_slots(job.num_pushed_blocks, job.num_valid_last, size, self._num_last)
             parts = reshaper.parts(job.source_block_ids, job.first_slots, num_valid)
             return reshaper.digests(parts, job.digest_key, job.num_valid_last).cpu().numpy().astype("<i8")
-        num_valid = valid_slots(len(job.source_block_ids), job.num_valid_last, self._block_size)
+        num_valid = valid_slots(len(job.source_block_ids), job.num_valid_last, self._block_size, self._num_last)
         with self._on_stream():
             sums = self._passes.begin(job.source_block_ids, job.digest_key, num_valid).sums()
-        return sent_form(sums, job.digest_key, job.num_valid_last, self._block_size)
+        return sent_form(sums, job.digest_key, job.num_valid_last, self._block_size, self._num_last)
 
     def forget(self, grant_id: int) -> None:
         """Drops what is kept for a grant. When it returns, no block of the grant is read any more."""
@@ -92,7 +94,7 @@ class SentDigests:
 
     def _of_grant(self, grant: KVGrant) -> GrantSums:
         if grant.grant_id not in self._grants:
-            self._grants[grant.grant_id] = GrantSums(grant, self._pool_NHLPBD.shape[2])
+            self._grants[grant.grant_id] = GrantSums(grant, self._pool_NHLPBD.shape[2], self._num_last)
         return self._grants[grant.grant_id]
 
     def _on_stream(self) -> AbstractContextManager[object]:

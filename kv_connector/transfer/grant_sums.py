@@ -19,7 +19,9 @@ class GrantSums:
     were pushed. A block's sum holds when each of its layers was summed exactly once; where one was not (sent again,
     started over, pushed before sums began), the digests are made anew."""
 
-    def __init__(self, grant: KVGrant, num_layers: int) -> None:
+    def __init__(self, grant: KVGrant, num_layers: int, num_last: int = 1) -> None:
+        """`num_last`: how many blocks at the end may be partly filled."""
+        self._num_last = num_last
         self.key = digest_key(grant.key, grant.grant_id)
         self._index_of = {block_id: index for index, block_id in enumerate(grant.block_ids)}
         self._seen_NL = np.zeros((len(grant.block_ids), num_layers), dtype=bool)
@@ -42,7 +44,7 @@ class GrantSums:
     def are_whole(self, job: Finalize, block_size: int) -> bool:
         """Whether the sums cover all blocks of `job`, so that `digests` can be called."""
         num_blocks = job.num_pushed_blocks
-        expected = valid_slots(num_blocks, job.num_valid_last, block_size)
+        expected = valid_slots(num_blocks, job.num_valid_last, block_size, self._num_last)
         as_pushed = np.array_equal(self._num_valid_N[:num_blocks], expected)
         return self._is_sound and as_pushed and job.digest_key == self.key and bool(self._seen_NL[:num_blocks].all())
 
@@ -55,7 +57,8 @@ class GrantSums:
         passes, self._passes = self._passes, []
         for indices, each in passes:
             sums_N[indices] += each.sums()
-        return sent_form(sums_N[: job.num_pushed_blocks], self.key, job.num_valid_last, block_size)
+        pushed_N, last = sums_N[: job.num_pushed_blocks], job.num_valid_last
+        return sent_form(pushed_N, self.key, last, block_size, self._num_last)
 
     def abandon(self) -> None:
         """Gives the sums up, and returns when no pass reads a block any more."""

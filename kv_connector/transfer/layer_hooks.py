@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tandem.engine.contracts.kv_layout import push_groups
+from tandem.engine.contracts.kv_layout import LayerPlace, push_groups
 from tandem.engine.scheduling.ports import BetweenLayers
 from tandem.engine.scheduling.step import StepMeta
 from tandem.kv_connector.protocol.jobs import BlockPush, LayerLoad, LoadEvent, StepMoves
@@ -25,23 +25,28 @@ KEPT_STEPS = 4  # at most two launched steps are unread, so older ones have run
 
 
 class ConnectorWorker:
-    """Implements KVConnectorWorker of engine/scheduling/ports.py. `layer_indices` gives the pool's layer for the name
-    of each attention layer."""
+    """Implements KVConnectorWorker of engine/scheduling/ports.py. `places` says where the pool has the KV of each
+    attention layer, in the order of layers."""
 
-    def __init__(self, transfer: TransferWorker, layer_indices: Mapping[str, int], lags: bool = False) -> None:
+    def __init__(self, transfer: TransferWorker, places: Mapping[str, LayerPlace], lags: bool = False) -> None:
         """`lags`: other ranks write the KV as well. That this rank has begun a layer proves that all have written the
         one before, since they have added up their parts of it; the end of the step proves the last."""
         self._transfer = transfer
-        self._layer_indices = dict(layer_indices)
+        self._pool_layer_of = {name: place.layer for name, place in places.items()}
+        self._index_of = {name: index for index, name in enumerate(places)}
+        self._tables = [place.table for place in places.values()]
         self._meta: StepMoves | None = None  # the moves of the running step, if it pushes
         self._between_layers: BetweenLayers | None = None
         self._lags = lags
-        self._newest_layer: int | None = None
-        self._groups = push_groups(len(layer_indices))
-        self._group_of = {layer: layers for layers in self._groups for layer in layers}
+        self._newest_layer: int | None = None  # of the model
+        # What is pushed when a layer is written: the group of layers of the pool that it completes in its table.
+        num_pool_layers = transfer.pool.shape[2]
+        self._groups = push_groups(num_pool_layers)
+        self._group_ends = _ends_of_groups(list(places.values()), self._groups, num_pool_layers)
         # An event takes the launching thread microseconds: one a group will do, unless somebody looks at each layer.
         self._records_each = lags or transfer.is_traced or not transfer.pool.is_cuda
-        self._written: list[torch.cuda.Event | None] = []  # for the layers of a group that is not complete
+        # For the layers of each table's group that is not complete.
+        self._written: dict[int, list[torch.cuda.Event | None]] = {table: [] for table in self._tables}
         self._load_events: dict[int, list[LoadEvent]] = {}
         self._arrivals: dict[int, list[LayersWait]] = {}
         self._waits_on_host = False
@@ -70,13 +75,13 @@ class ConnectorWorker:
 
     def wait_for_kv_layer(self, layer_name: str) -> None:
         if self._load_events or self._arrivals:
-            self._wait_for_layer(self._layer_indices[layer_name])
+            self._wait_for_layer(self._pool_layer_of[layer_name])
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
         if self._meta is None:
             return
-        layer = self._layer_indices[layer_name]
-        is_recorded = self._records_each or layer == self._group_of[layer].stop - 1
+        layer = self._index_of[layer_name]
+        is_recorded = self._records_each or layer in self._group_ends
         written = self._record_event() if is_recorded else None
         self._layer_events.append(written)
         if self._lags:
@@ -97,7 +102,8 @@ class ConnectorWorker:
             self._wait_for_layer(layer)
         self._transfer.note_step_launched(done)
         self._step_id = math.inf
-        self._written.clear()
+        for written in self._written.values():
+            written.clear()
         layer_events, self._layer_events = self._layer_events, []
         if self._lags:
             layer_events = [*layer_events[1:], done]
@@ -117,7 +123,7 @@ class ConnectorWorker:
             self._transfer.submit(push, waits=not has_run)
         elif (newest := events[-1]) is not None and newest.query():
             self._transfer.submit(push, waits=False)
-        elif len(events) < len(self._layer_indices):
+        elif len(events) < len(self._tables) or len(self._written) > 1:
             self._transfer.submit(push, events[-1])
         else:
             for layers in self._groups:
@@ -129,7 +135,7 @@ class ConnectorWorker:
         """Keeps a step's events: those of its layers, or one for all if the step ran as a whole."""
         if done is None:
             return
-        if len(layer_events) == len(self._layer_indices):
+        if len(layer_events) == len(self._tables):
             self._steps[meta.step_id] = list(layer_events)
         elif not meta.by_layer:
             self._steps[meta.step_id] = [done]
@@ -140,12 +146,13 @@ class ConnectorWorker:
         """Adds a layer to its group, and pushes the group when it is complete."""
         if self._meta is None or layer is None:
             return
-        self._written.append(written)
-        group = self._group_of[layer]
-        if layer == group.stop - 1:
+        table = self._tables[layer]
+        self._written[table].append(written)
+        if (group := self._group_ends.get(layer)) is not None:
             for push in self._meta.pushes:
-                self._transfer.submit_layers(push, group, tuple(self._written))
-            self._written.clear()
+                if push.table == table:
+                    self._transfer.submit_layers(push, group, tuple(self._written[table]))
+            self._written[table].clear()
 
     def _start_loads(self, loads: Sequence[LayerLoad]) -> None:
         for load in loads:
@@ -173,3 +180,17 @@ class ConnectorWorker:
         event = torch.cuda.Event(enable_timing=self._transfer.is_traced)
         event.record()
         return event
+
+
+def _ends_of_groups(places: Sequence[LayerPlace], groups: Sequence[range], num_pool_layers: int) -> dict[int, range]:
+    """The layers of the model that are the last of a group in their block table, each with that group: the layers of
+    the pool that are pushed once it is written. What a table has no layers for goes with its last."""
+    ends: dict[int, range] = {}
+    last_of_table = {place.table: index for index, place in enumerate(places)}
+    for index, place in enumerate(places):
+        group = next(each for each in groups if place.layer in each)
+        if index == last_of_table[place.table]:
+            ends[index] = range(group.start, num_pool_layers)
+        elif place.layer == group.stop - 1:
+            ends[index] = group
+    return ends

@@ -43,7 +43,7 @@ class SinkChecks:
         self, pool_NHLPBD: torch.Tensor, layout: KVLayout, ranks: RankPools | None, counters: dict[str, float]
     ) -> None:
         """`ranks` has the blocks if they are not whole in `pool_NHLPBD`."""
-        self._ranks, self._block_size = ranks, layout.block_size
+        self._ranks, self._block_size, self._num_last = ranks, layout.block_size, layout.group.blocks_each
         self._passes = SumPasses(pool_NHLPBD)
         self._counters = counters
         self._open: dict[int, KVGrant] = {}  # grants for which a KVReady may come
@@ -69,17 +69,17 @@ class SinkChecks:
         grant, size = self._open.get(ready.grant_id), self._block_size
         if grant is None or ready.grant_signature != grant.signature or not ready.digests or self._ranks is not None:
             return
-        num_last = grant.num_prompt_tokens - (grant.first_block + len(grant.block_ids) - 1) * size
-        if ready.continuation is not None or num_last < 1 or not grant.block_ids:
+        if ready.continuation is not None or not grant.num_prompt_tokens or not grant.block_ids:
             return
         self._drop([grant.grant_id])
-        key, num_last = digest_key(grant.key, grant.grant_id), min(num_last, size)
+        key, valid_last = digest_key(grant.key, grant.grant_id), (grant.num_prompt_tokens - 1) % size + 1
+        num_valid = valid_slots(len(grant.block_ids), valid_last, size, self._num_last)
         try:
-            begun = self._passes.begin(grant.block_ids, key, valid_slots(len(grant.block_ids), num_last, size))
+            begun = self._passes.begin(grant.block_ids, key, num_valid)
         except Exception:  # its Verify will fail in the same way, and say so
             logger.exception("can't sum what arrived of %s", grant.request_id)
             return
-        self._arrived[grant.grant_id] = _Arrived(ready.round, grant.block_ids, num_last, key, begun)
+        self._arrived[grant.grant_id] = _Arrived(ready.round, grant.block_ids, valid_last, key, begun)
 
     @property
     def num_arrived(self) -> int:
@@ -112,9 +112,9 @@ class SinkChecks:
             begun = arrived.begun
             del self._arrived[job.grant_id]
         else:
-            num_valid = valid_slots(len(job.block_ids), job.num_valid_last, self._block_size)
+            num_valid = valid_slots(len(job.block_ids), job.num_valid_last, self._block_size, self._num_last)
             begun = self._passes.begin(job.block_ids, job.digest_key, num_valid)
-        return sent_form(begun.sums(), job.digest_key, job.num_valid_last, self._block_size)
+        return sent_form(begun.sums(), job.digest_key, job.num_valid_last, self._block_size, self._num_last)
 
     def _drop(self, grant_ids: list[int]) -> None:
         for grant_id in grant_ids:

@@ -139,7 +139,8 @@ class SourceJobs:
         where they were computed."""
         if reshaper is None:
             return False
-        num_valid = valid_slots(job.num_pushed_blocks, job.num_valid_last, reshaper.geometry.block_size)
+        size, num_last = reshaper.geometry.block_size, reshaper.num_last
+        num_valid = valid_slots(job.num_pushed_blocks, job.num_valid_last, size, num_last)
         return reshaper.saturates(reshaper.parts(job.source_block_ids, job.first_slots, num_valid), num_valid)
 
     def _finalize(self, job: Finalize) -> None:

@@ -55,7 +55,7 @@ def _run(commands: socket.socket) -> None:
     from tandem.node.ranks.leader import shard_of
     from tandem.node.ranks.lost_steps import write_lost
     from tandem.node.ranks.rank_adapters import AdapterFollower
-    from tandem.node.setup import block_window, load, size_pool, with_device_defaults
+    from tandem.node.setup import block_window, load, size_pool, with_device_defaults, with_length_that_fits
 
     setup = receive_setup(commands)
     if setup is None:
@@ -67,7 +67,7 @@ def _run(commands: socket.socket) -> None:
     options = with_device_defaults(options, loaded.device)
     num_blocks = size_pool(loaded, options)
     num_usable = num_blocks - block_window(loaded, options).num_null_blocks
-    max_model_len = min(loaded.max_model_len, num_usable * options.cache.block_size)  # rank 0 says so
+    max_model_len = with_length_that_fits(loaded, options, num_usable).max_model_len  # rank 0 says so
     pool = _own_pool(commands, loaded, num_blocks)
     if pool is None:
         return
@@ -81,6 +81,7 @@ def _run(commands: socket.socket) -> None:
         eos,
         adapters=loaded.adapters,
         tell_lost=partial(write_lost, setup.lost_fd),
+        places=loaded.layout.group.places,
     )
     adapters = None if loaded.adapters is None else AdapterFollower(loaded.adapters.store, commands)
     gc.collect()

@@ -119,18 +119,20 @@ class Harness:
         speculates: bool = False,
         draft: FakeRunner | None = None,
         window: int = 0,
+        num_windows: int = 0,
         **options: float,
     ) -> None:
         """`speculates`: half of what is guessed is right; `draft`: what it draws is guessed. `window`: how many
-        tokens every layer of the model sees, itself included; 0: all."""
+        tokens every layer of the model sees, itself included; 0: all. With `num_windows`, how many window blocks a
+        block has, some layers see all, the others `window` tokens."""
         self.options = SchedulerOptions(
             **{"max_num_seqs": 8, "max_num_batched_tokens": 16, **options}  # type: ignore[arg-type]
         )
-        slides = BlockWindow(window, BLOCK) if window else NO_WINDOW
+        slides = BlockWindow(window, BLOCK, num_windows) if window else NO_WINDOW
         self.pool = pool or BlockPool(num_blocks, caching, window=slides)
         self.connector = FakeConnector(self.pool, keeps_finished)
         self.runner = FakeRunner(self.pool.num_blocks, BLOCK, self.options.max_num_seqs, [EOS])
-        self.runner.window = slides.num_tokens
+        self.runner.window, self.runner.num_windows = slides.num_tokens, num_windows
         self.tiers = None if tiers is None else FakeTiers(self.pool, self.runner, *tiers)
         drafted = None if draft is None else DraftedTokens(draft, 4, BLOCK, MAX_MODEL_LEN, StepClock(lambda: 0.0))
         self.scheduler = Scheduler(

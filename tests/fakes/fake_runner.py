@@ -81,6 +81,8 @@ class FakeRunner:
         self._eos_token_ids = tuple(eos_token_ids)
         self._tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._block_tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self.num_windows = 0  # lists of window blocks, of layers that see `window` tokens; others then see all
+        self._window_tables: list[list[list[int]]] = [[] for _ in range(max_num_seqs)]
         self._settings: list[NewSlot | None] = [None] * max_num_seqs
         self.takes_adapters = True  # a draft model takes none
         self._adapters: dict[int, bytes] = {}  # in their slots; the seed of a sequence says which is its own
@@ -132,7 +134,7 @@ class FakeRunner:
         for fork in output.forks:
             assert fork.slot not in slots, "a fork goes into a slot that is in use"
             self._tables[fork.slot] = self._tables[fork.parent_slot][: fork.num_tokens]
-            self._block_tables[fork.slot] = list(fork.block_ids)
+            self._take_tables(fork.slot, fork.block_ids, fork.window_ids)
             self._settings[fork.slot] = self._settings[fork.parent_slot]
         prefixes = [tuple(self._tables[row.slot][: row.start + row.num_tokens]) for row in output.rows]
         tokens = [self._sample(sample, prefixes[sample.row]) for sample in output.samples]
@@ -159,12 +161,12 @@ class FakeRunner:
         """Leaves rubbish wherever KV was to be written. Steps that were launched meanwhile compute with it."""
         for row in output.rows:
             for position in range(row.start, row.start + row.num_tokens):
-                block_id, offset = self._where(row.slot, position)
-                self.memory[block_id][offset] = (-1,)
+                for block_id, offset in self._all_places(row.slot, position):
+                    self.memory[block_id][offset] = (-1,)
         for copy in output.copies:
             self.memory[copy.destination] = dict.fromkeys(range(self.block_size), (-1,))
         for fork in output.forks:
-            self._block_tables[fork.slot] = list(fork.block_ids)
+            self._take_tables(fork.slot, fork.block_ids, fork.window_ids)
         if output.step_id in self.failing:
             self._doomed |= {later.step_id for later in self._queue}
             return RunnerOutput(output.step_id, np.empty(0, np.int32), failure="no memory")
@@ -176,10 +178,10 @@ class FakeRunner:
             self._adapters[load.slot] = load.ref.digest
         for new in output.new_slots:
             self._tables[new.slot] = new.token_ids.tolist()
-            self._block_tables[new.slot] = list(new.block_ids)
+            self._take_tables(new.slot, new.block_ids, new.window_ids)
             self._settings[new.slot] = new
         for append in output.block_appends:
-            table = self._block_tables[append.slot]
+            table = self._tables_of(append.slot)[append.table]
             assert append.index <= len(table), "a block table has a hole"
             is_passed = append.block_id == len(self.memory)
             assert is_passed == (append.index < len(table)), "a block table is written twice"
@@ -201,8 +203,17 @@ class FakeRunner:
             assert all(offset in cells for offset in range(copy.num_tokens)), "a copy of what was never written"
             self.memory[copy.destination].update({offset: cells[offset] for offset in range(copy.num_tokens)})
 
-    def _where(self, slot: int, position: int) -> tuple[int, int]:
-        return self._block_tables[slot][position // self.block_size], position % self.block_size
+    def _take_tables(self, slot: int, block_ids: Sequence[int], window_ids: Sequence[Sequence[int]]) -> None:
+        assert len(window_ids) == self.num_windows
+        self._block_tables[slot], self._window_tables[slot] = list(block_ids), [list(each) for each in window_ids]
+        assert all(len(each) == len(block_ids) for each in window_ids), "a block without a place for window blocks"
+
+    def _tables_of(self, slot: int) -> list[list[int]]:
+        return [self._block_tables[slot], *self._window_tables[slot]]
+
+    def _all_places(self, slot: int, position: int) -> list[tuple[int, int]]:
+        index, offset = divmod(position, self.block_size)
+        return [(table[index], offset) for table in self._tables_of(slot)]
 
     def _check_reads(self, row: ScheduledRow) -> None:
         table, new = self._tables[row.slot], self._settings[row.slot]
@@ -212,21 +223,24 @@ class FakeRunner:
         assert adapter == own, "a row takes another's adapter"
         assert row.num_tokens > 0, "a row without a token has no logits"
         assert row.start + row.num_tokens <= len(table), "a row computes a token that nobody made"
-        for position in range(max(0, row.start - self.window + 1), row.start):
-            block_id, offset = self._where(row.slot, position)
-            held = self.memory[block_id].get(offset)
-            assert held == tuple(table[: position + 1]), (
-                f"slot {row.slot} reads foreign KV at {position} in block {block_id}"
-            )
+        in_window = max(0, row.start - self.window + 1)
+        for position in range(0 if self.num_windows else in_window, row.start):
+            places = self._all_places(row.slot, position)
+            for block_id, offset in places if position >= in_window else places[:1]:
+                held = self.memory[block_id].get(offset)
+                assert held == tuple(table[: position + 1]), (
+                    f"slot {row.slot} reads foreign KV at {position} in block {block_id}"
+                )
 
     def _write(self, row: ScheduledRow, written: set[tuple[int, int]]) -> None:
         table = self._tables[row.slot]
         for position in range(row.start, row.start + row.num_tokens):
-            block_id, offset = self._where(row.slot, position)
-            assert block_id not in self.peer_blocks, f"a step writes into block {block_id}, which is granted to a peer"
-            assert (block_id, offset) not in written, f"two rows write slot {offset} of block {block_id}"
-            written.add((block_id, offset))
-            self.memory[block_id][offset] = tuple(table[: position + 1])
+            for block_id, offset in self._all_places(row.slot, position):
+                granted = f"a step writes into block {block_id}, which is granted to a peer"
+                assert block_id not in self.peer_blocks, granted
+                assert (block_id, offset) not in written, f"two rows write slot {offset} of block {block_id}"
+                written.add((block_id, offset))
+                self.memory[block_id][offset] = tuple(table[: position + 1])
             self.num_overflows += table[position] in self.saturating
         self.num_rows += 1
         self.num_computed_tokens += row.num_tokens
@@ -264,10 +278,10 @@ class FakeRunner:
         published = set(pool.cached_hashes())
         for block_id in range(pool.num_blocks):
             block_hash = pool.block_hash(block_id)
-            if block_hash in published:
-                assert len(self.memory[block_id]) == self.block_size, f"cached block {block_id} is not full"
-                prefix = self.memory[block_id][self.block_size - 1]
-                cells = [self.memory[block_id][offset] for offset in range(self.block_size)]
+            for each in (block_id, *pool.windows.of(block_id)) if block_hash in published else ():
+                assert len(self.memory[each]) == self.block_size, f"cached block {each} is not full"
+                prefix = self.memory[each][self.block_size - 1]
+                cells = [self.memory[each][offset] for offset in range(self.block_size)]
                 start = len(prefix) - self.block_size
                 assert cells == [prefix[: start + i + 1] for i in range(self.block_size)], "a cached block is torn"
                 tokens = np.array(prefix, np.int32)

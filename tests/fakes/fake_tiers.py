@@ -37,7 +37,7 @@ class _Copy:
     job: TierJob
     ends: int  # turn
     bad: tuple[bytes, ...] = ()
-    begun: list[Cells] = field(default_factory=list)  # of a save: what was read when it began
+    begun: list[list[Cells]] = field(default_factory=list)  # of a save: what was read of each block when it began
     is_early: bool = False  # of a load: all was written when it began
 
 
@@ -62,8 +62,8 @@ class FakeTiers:
             Rate(),
             batch_blocks=2,
         )
-        self.host: list[Cells] = [{} for _ in range(host_blocks)]
-        self.disk: list[Cells] = [{} for _ in range(disk_blocks)]
+        self.host: list[list[Cells]] = [[] for _ in range(host_blocks)]  # a block, then its window blocks
+        self.disk: list[list[Cells]] = [[] for _ in range(disk_blocks)]
         self.published: dict[str, set[bytes]] = {"cpu": set(), "disk": set()}
         self._pool, self._runner = pool, runner
         self._lag, self._bad_every = lag, bad_every
@@ -97,11 +97,13 @@ class FakeTiers:
             fails = not isinstance(job, Save) and self._bad_every > 0 and self._num_begun % self._bad_every == 0
             copy = _Copy(job, self._turn + self._lag, (job.hashes[-1],) if fails else ())
             if isinstance(job, Save):
-                copy.begun = [self._first_half(block_id) for block_id in job.block_ids]
+                every = zip(job.block_ids, job.window_ids, strict=True)
+                copy.begun = [[self._first_half(each) for each in (one, *windows)] for one, windows in every]
             elif isinstance(job, Load):
                 copy.is_early = self._num_begun % 2 == 0
                 for index, block_id in enumerate(job.block_ids):
-                    self._runner.memory[block_id] = dict.fromkeys(range(self._runner.block_size), (-1,))
+                    for each in (block_id, *job.window_ids[index]):
+                        self._runner.memory[each] = dict.fromkeys(range(self._runner.block_size), (-1,))
                     if copy.is_early:
                         self._move(copy, index)
             self._copies.append(copy)
@@ -121,17 +123,17 @@ class FakeTiers:
         if job.hashes[index] in copy.bad:
             return
         if isinstance(job, Save):
-            whole = {**memory[job.block_ids[index]], **copy.begun[index]}
-            self.host[job.host_slots[index]] = whole
+            read = zip((job.block_ids[index], *job.window_ids[index]), copy.begun[index], strict=True)
+            self.host[job.host_slots[index]] = [{**memory[block_id], **begun} for block_id, begun in read]
         elif isinstance(job, Load):
-            block_id = job.block_ids[index]
-            assert block_id not in self._runner.peer_blocks, "a load writes into a block that is granted to a peer"
-            memory[block_id] = dict(self.host[job.host_slots[index]])
+            for place, block_id in enumerate((job.block_ids[index], *job.window_ids[index])):
+                assert block_id not in self._runner.peer_blocks, "a load writes into a block that is granted to a peer"
+                memory[block_id] = dict(self.host[job.host_slots[index]][place])
         elif isinstance(job, Spill):
-            self.disk[job.disk_slots[index]] = dict(self.host[job.host_slots[index]])
+            self.disk[job.disk_slots[index]] = [dict(each) for each in self.host[job.host_slots[index]]]
         else:
             assert isinstance(job, Fetch)
-            self.host[job.host_slots[index]] = dict(self.disk[job.disk_slots[index]])
+            self.host[job.host_slots[index]] = [dict(each) for each in self.disk[job.disk_slots[index]]]
 
     def _first_half(self, block_id: int) -> Cells:
         cells = self._runner.memory[block_id]
@@ -143,7 +145,11 @@ class FakeTiers:
         for index, places in ((self.host_index, self.host), (self.disk_index, self.disk)):
             for block_hash in [] if index is None else index.unpinned_hashes():
                 assert index is not None
-                check_cells(block_hash, places[index.slot(block_hash)], self._runner.block_size, roots)
+                cells = places[index.slot(block_hash)]
+                if index.is_whole(block_hash):
+                    assert len(cells) == 1 + self._pool.windows.num_each
+                for each in cells if index.is_whole(block_hash) else cells[:1]:
+                    check_cells(block_hash, each, self._runner.block_size, roots)
 
 
 def check_cells(block_hash: bytes, cells: Cells, block_size: int, roots: Collection[bytes]) -> None:

@@ -54,6 +54,7 @@ def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
         host_tier_dtype=changes.pop("host_tier_dtype", "auto"),  # type: ignore[arg-type]
         disk_tier_bytes=int(changes.pop("disk_tier_bytes", 0)),  # type: ignore[call-overload]
         disk_tier_dir=str(changes.pop("disk_tier_dir", "")),
+        hybrid_kv=bool(changes.pop("hybrid_kv", True)),
         keep_kv_once=bool(changes.pop("keep_kv_once", False)),
         kv_cache_dtype=changes.pop("kv_cache_dtype", "auto"),  # type: ignore[arg-type]
         kv_scales=str(changes.pop("kv_scales", "")),

@@ -26,6 +26,7 @@ class Nodes:
     sampling: SamplingParams = field(
         default_factory=lambda: SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     )
+    model: str = "llama"
     _names: Iterator[int] = field(default_factory=itertools.count)
 
     def submit(
@@ -55,7 +56,7 @@ class Nodes:
 
     def check(self, result: Result, prompt: list[int]) -> Result:
         assert result.failed is None, result.failed
-        check_greedy(tiny_model("llama"), prompt, result.output(), self.sampling.max_tokens)
+        check_greedy(tiny_model(self.model), prompt, result.output(), self.sampling.max_tokens)
         return result
 
     def ask(self, prompt: list[int], on: int, **options: object) -> Result:
@@ -76,13 +77,17 @@ class Nodes:
 
 @contextmanager
 def make_nodes(
-    *roles: str, changes: dict[int, dict[str, object]] | None = None, pull_s: float = FAST.pull_s, **common: object
+    *roles: str,
+    changes: dict[int, dict[str, object]] | None = None,
+    pull_s: float = FAST.pull_s,
+    model: str = "llama",
+    **common: object,
 ) -> Iterator[Nodes]:
     """One node a role; `changes` of node_options by index, `common` to all. All of them pull whatever the rates say.
     At the end nothing is held anywhere."""
     common = {"timeouts": replace(FAST, pull_s=pull_s), **common}
     options = [
-        node_options(role, tiny_model("llama"), **{**common, **(changes or {}).get(index, {})})
+        node_options(role, tiny_model(model), **{**common, **(changes or {}).get(index, {})})
         for index, role in enumerate(roles)
     ]
     nodes = [Node(each) for each in options]
@@ -90,7 +95,7 @@ def make_nodes(
         node.process.logic.handoffs.puller.compute_rate = Rate()  # type: ignore[attr-defined]
     client = Client(*(node.info for node in nodes))
     try:
-        yield Nodes(nodes, client)
+        yield Nodes(nodes, client, model=model)
         for node in nodes:
             node.wait_until_whole()
     finally:

@@ -67,6 +67,18 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
     "qwen3_64": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": False}, {}),
     "llama_deep": ("Llama", {"num_hidden_layers": 10, "tie_word_embeddings": False}, {}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}, {}),
+    "qwen2_hybrid": (
+        "Qwen2",
+        {
+            "tie_word_embeddings": False,
+            "use_sliding_window": True,
+            "sliding_window": 32,
+            "max_window_layers": 1,
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        },
+        {},
+    ),
     "qwen3": ("Qwen3", {"tie_word_embeddings": False}, {}),
     "mixtral": ("Mixtral", {**EXPERTS, "intermediate_size": 48, "sliding_window": 32}, {}),
     "mixtral_64": ("Mixtral", {**EXPERTS, "intermediate_size": 64}, {}),  # whole groups of 32 inputs, shared by two

@@ -48,13 +48,13 @@ def test_what_comes_back_is_what_a_cpu_would_make_of_it(
     twin, there = pool.cpu(), kind(pool[:1].cpu(), 20)
     there.store(twin, list(zip(range(20), SLOTS, strict=True)))
     there.restore(twin, list(zip(SLOTS, TARGETS, strict=True)))
-    run(tier, done, Save(NAMES, tuple(range(20)), SLOTS, (0,) * 20, 0))
+    run(tier, done, Save(NAMES, tuple(range(20)), SLOTS, ((0,),) * 20, 0, ((),) * 20))
     assert torch.equal(tier.blocks.raw, there.raw)
-    run(tier, done, Load(1, NAMES, SLOTS, TARGETS))
+    run(tier, done, Load(1, NAMES, SLOTS, TARGETS, ((),) * 20))
     assert torch.equal(pool.cpu(), twin)
     pool[20:].zero_()
     torch.cuda.synchronize()
-    events = tier.step_load(Load(0, NAMES, SLOTS, TARGETS)).start(pool)
+    events = tier.step_load(Load(0, NAMES, SLOTS, TARGETS, ((),) * 20)).start(pool)
     for layer, event in events.items():
         event.wait()
         assert torch.equal(pool[20:, :, layer].cpu(), twin[20:, :, layer]), f"layer {layer} is late"
@@ -70,8 +70,8 @@ def test_ranks_keep_whole_blocks(pool: torch.Tensor) -> None:
     ranks = RankPools(parts[0], layout, [RankMemory(part.data_ptr(), b"", 0) for part in parts])
     tier = HostTier(parts[0], ExactBlocks(ranks.new_blocks(1), 20), done.put, ranks)
     tier.warm_up()
-    run(tier, done, Save(NAMES, tuple(range(20)), SLOTS, (0,) * 20, 0))
-    run(tier, done, Load(1, NAMES, SLOTS, TARGETS))
+    run(tier, done, Save(NAMES, tuple(range(20)), SLOTS, ((0,),) * 20, 0, ((),) * 20))
+    run(tier, done, Load(1, NAMES, SLOTS, TARGETS, ((),) * 20))
     torch.cuda.synchronize()
     for part, own in zip(parts, pool.chunk(2, 1), strict=True):
         assert torch.equal(part[:20], own[:20])

@@ -10,6 +10,7 @@ import torch
 from waiting import wait_until
 
 from tandem.engine.contracts.keys import AttemptKey
+from tandem.engine.contracts.kv_layout import LayerPlace
 from tandem.kv_connector.protocol.jobs import (
     ArrivingKV,
     BlockPush,
@@ -85,7 +86,7 @@ def test_pushes_wait_for_the_layer_that_the_device_has_not_computed_yet(make_pai
     source, sink = make_pair(transport, "cuda", "cuda", layout=MEGABYTE_BLOCKS)
     events: list = []
     transfer = make_worker(source, sink, events)
-    worker = ConnectorWorker(transfer, {str(layer): layer for layer in range(8)})
+    worker = ConnectorWorker(transfer, {str(layer): LayerPlace(0, layer) for layer in range(8)})
     worker.register_kv_cache(source.pool)
     grant = sink.grant(source.info, [9, 7, 5])
     new = BlockPush(KEY, grant, (1, 2), (9, 7), (64, 30))
@@ -123,7 +124,7 @@ def test_what_is_written_passes_pushes_of_a_step_that_waits_for_a_peer(make_pair
     source, sink = make_pair("local", "cuda", "cuda", layout=MEGABYTE_BLOCKS)
     events: list = []
     transfer = make_worker(source, sink, events)
-    worker = ConnectorWorker(transfer, {str(layer): layer for layer in range(8)})
+    worker = ConnectorWorker(transfer, {str(layer): LayerPlace(0, layer) for layer in range(8)})
     worker.register_kv_cache(source.pool)
     awaited, earlier = source.grant(sink.info, [2], open=False), AttemptKey("earlier", 0)
     of_step, of_earlier = (sink.grant(source.info, [block]) for block in (9, 5))

@@ -66,9 +66,9 @@ def test_tiers_keep_whole_blocks(kind: type[ExactBlocks] | type[Fp8Blocks], monk
     one, several = HostTier(whole, kind(whole, 4), done.put), HostTier(parts[0], kind(whole, 4), done.put, ranks)
     for tier in (one, several):
         tier.warm_up()
-        tier.submit(Save(names, (4, 5, 2), (3, 1, 0), (0, 0, 0), 0))
+        tier.submit(Save(names, (4, 5, 2), (3, 1, 0), ((0,),) * 3, 0, ((),) * 3))
         assert done.get(timeout=PATIENCE_S).bad == ()
-        tier.submit(Load(1, names, (3, 1, 0), (1, 0, 3)))
+        tier.submit(Load(1, names, (3, 1, 0), (1, 0, 3), ((),) * 3))
         assert done.get(timeout=PATIENCE_S).bad == ()
         tier.close()
     assert torch.equal(several.blocks.raw[[0, 1, 3]], one.blocks.raw[[0, 1, 3]])

@@ -45,7 +45,8 @@ class KVGrant(AttemptMessage, frozen=True, kw_only=True):
     """Sink -> source: leave to write, once, into these blocks.
 
     `block_ids[i]` receives the prompt's block number `first_block + i`; earlier blocks the sink already holds, or they
-    are before every window.
+    are before every window. Where blocks have window blocks, those of each block from `first_window` on follow it in
+    the list (kv_connector/layouts/granted_blocks.py).
     Signed by the sink over all other fields; the source checks before it writes, the sink checks the echo.
     """
 
@@ -59,6 +60,7 @@ class KVGrant(AttemptMessage, frozen=True, kw_only=True):
     num_prompt_tokens: Count
     lease_s: Seconds
     signature: bytes = b""
+    first_window: Count = 0
 
     @property
     def source(self) -> NodeKey:

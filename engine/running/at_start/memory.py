@@ -37,7 +37,8 @@ def profile_free_bytes(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     pool = allocate_pool(layout, 1, device)
-    runner = ModelRunner(model, pool, options, layout.block_size, max_model_len, (), adapters=adapters)
+    places = layout.group.places
+    runner = ModelRunner(model, pool, options, layout.block_size, max_model_len, (), adapters=adapters, places=places)
     runner.warmup()
     peak = torch.cuda.max_memory_reserved(device)
     if cuda_graphs:

@@ -341,11 +341,11 @@ def test_random_walk(seed: int) -> None:
     "damage",
     [
         lambda pool: pool._ref_counts.__setitem__(0, 1),
-        lambda pool: pool._free.popitem(),
+        lambda pool: pool._free._blocks.popitem(),
         lambda pool: pool._block_of.pop(name(0)),
         lambda pool: pool._hash_of.__setitem__(3, name(0)),
         lambda pool: pool._tree.parent_of.__setitem__(name(1), name(9)),
-        lambda pool: pool._cooling._cooling.clear(),
+        lambda pool: pool._free.cooling._cooling.clear(),
     ],
 )
 def test_integrity_check_sees_damage(damage) -> None:  # type: ignore[no-untyped-def]

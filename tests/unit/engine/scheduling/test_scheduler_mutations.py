@@ -79,7 +79,7 @@ def cooling_blocks_are_granted(patch: Patch) -> None:
 
 def freed_blocks_do_not_cool(patch: Patch) -> None:
     free = BlockPool.free
-    patch.setattr(BlockPool, "free", lambda self, blocks, last_step: free(self, blocks, None))
+    patch.setattr(BlockPool, "free", lambda self, blocks, last_step, num_passed=0: free(self, blocks, None, num_passed))
 
 
 def blocks_are_freed_twice(patch: Patch) -> None:

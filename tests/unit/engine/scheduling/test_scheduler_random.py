@@ -72,6 +72,7 @@ class Traffic(RuleBasedStateMachine):
         wrong_every=st.sampled_from([None, None, 0, 2]),
         speculates=st.booleans(),
         window=st.sampled_from([0, 0, 1, 6, 11]),
+        num_windows=st.sampled_from([0, 1, 2]),
         tiers=st.none() | st.tuples(st.integers(1, 12), st.sampled_from([0, 0, 5, 9]), *[st.integers(0, 3)] * 2),
     )
     def start(
@@ -89,6 +90,7 @@ class Traffic(RuleBasedStateMachine):
         wrong_every: int | None,
         speculates: bool,
         window: int,
+        num_windows: int,
         tiers: TierSizes | None,
     ) -> None:
         """`wrong_every`: how good a draft model is; None: there is none."""
@@ -109,6 +111,7 @@ class Traffic(RuleBasedStateMachine):
             speculates=speculates and draft is None,
             draft=draft,
             window=window if draft is None else 0,
+            num_windows=num_windows if window and draft is None else 0,
         )
         self.granted: list[list[int]] = []
         self.aborted: set[tuple[str, int]] = set()
@@ -143,7 +146,7 @@ class Traffic(RuleBasedStateMachine):
         harness = self.harness
         request = harness.request(self._name(), prompt, samples, mode="decode", **settings)
         harness.scheduler.state.kv.extend_hashes(request)
-        hits = harness.pool.match_prefix(request.block_hashes)
+        hits = harness.pool.windows.usable(harness.pool.match_prefix(request.block_hashes))
         harness.pool.touch(hits)
         granted = harness.pool.allocate_grantable(-(-len(prompt) // BLOCK) - len(hits))
         if granted is None:
@@ -152,7 +155,8 @@ class Traffic(RuleBasedStateMachine):
             return
         for position in range(len(hits) * BLOCK, len(prompt)):
             block_id = granted[position // BLOCK - len(hits)]
-            harness.runner.memory[block_id][position % BLOCK] = tuple(prompt[: position + 1])
+            for each in (block_id, *harness.pool.windows.of(block_id)):
+                harness.runner.memory[each][position % BLOCK] = tuple(prompt[: position + 1])
         harness.commit(request, hits + granted)
 
     @precondition(lambda self: self.harness.requests)
@@ -240,7 +244,7 @@ class Traffic(RuleBasedStateMachine):
         if name in harness.failed:
             needed = -(-max(len(request.prompt.token_ids) + request.prompt.sampling.max_tokens - 1, 1) // BLOCK)
             assert harness.failed[name] == "too_large_for_pool"
-            assert needed > harness.pool.num_blocks, "it would have fitted"
+            assert harness.pool.cost(needed) > harness.pool.num_blocks, "it would have fitted"
             return
         for sample in harness.samples[name]:
             if (name, sample) in self.aborted:

@@ -76,20 +76,20 @@ def tiers(pool: torch.Tensor, kind: Kind, tmp_path: Path) -> Iterator[Tiers]:
 
 def saved(*pairs: tuple[int, int]) -> Save:
     blocks, slots = zip(*pairs, strict=True)
-    return Save((A, B)[: len(pairs)], blocks, slots, (0,) * len(pairs), 0)
+    return Save((A, B)[: len(pairs)], blocks, slots, ((0,),) * len(pairs), 0, ((),) * len(pairs))
 
 
 def test_to_host_memory_and_back(tiers: Tiers) -> None:
     before = [tiers.block(block_id) for block_id in range(6)]
     assert tiers.run(saved((0, 3), (1, 1))) == ()
-    assert tiers.run(Load(1, (A, B), (3, 1), (4, 2))) == ()
+    assert tiers.run(Load(1, (A, B), (3, 1), (4, 2), ((), ()))) == ()
     before[4], before[2] = before[0], before[1]
     assert all(torch.equal(tiers.block(block_id), before[block_id]) for block_id in range(6))
 
 
 def test_beside_a_forward_pass_each_layer_is_there_when_its_event_says_so(tiers: Tiers) -> None:
     tiers.run(saved((0, 3), (1, 1)))
-    events = tiers.host.step_load(Load(0, (A, B), (3, 1), (4, 2))).start(tiers.pool)
+    events = tiers.host.step_load(Load(0, (A, B), (3, 1), (4, 2), ((), ()))).start(tiers.pool)
     assert sorted(events) == list(range(10))
     for layer in range(10):
         events[layer].wait()
@@ -107,13 +107,13 @@ def test_layers_go_in_a_few_groups() -> None:
 def test_to_disk_and_back_in_another_process(pool: torch.Tensor, kind: Kind, tmp_path: Path) -> None:
     tiers = Tiers(pool, kind, tmp_path)
     tiers.run(saved((0, 0), (1, 1)))
-    spill = Spill((A, B), (None, A), (b"", C), (0, 1), (5, 2))
+    spill = Spill((A, B), (None, A), (b"", C), (0, 1), (5, 2), (True, False))
     assert tiers.run(spill) == ()
     tiers.close()
     again = Tiers(torch.zeros_like(tiers.pool), kind, tmp_path)
-    assert again.file.restored() == [StoredBlock(5, A, None, b""), StoredBlock(2, B, A, C)]
+    assert again.file.restored() == [StoredBlock(5, A, None, b""), StoredBlock(2, B, A, C, is_whole=False)]
     assert again.run(Fetch(1, (A, B), (5, 2), (3, 0))) == ()
-    again.run(Load(1, (A, B), (3, 0), (0, 1)))
+    again.run(Load(1, (A, B), (3, 0), (0, 1), ((), ())))
     assert all(torch.equal(again.block(block_id), tiers.block(block_id)) for block_id in (0, 1))
     again.close()
 
@@ -139,7 +139,7 @@ def test_the_file_goes_past_the_page_cache_where_the_file_system_can(
 
 def test_what_is_damaged_stale_or_of_another_hash_is_not_served(tiers: Tiers, tmp_path: Path) -> None:
     tiers.run(saved((0, 0), (1, 1)))
-    tiers.run(Spill((A, B), (None, A), (b"", b""), (0, 1), (5, 2)))
+    tiers.run(Spill((A, B), (None, A), (b"", b""), (0, 1), (5, 2), (True, True)))
     data = os.open(next(tmp_path.glob("*.kv")), os.O_RDWR)
     offset = 5 * tiers.file.slot_bytes + 77
     os.pwrite(data, bytes([os.pread(data, 1, offset)[0] ^ 1]), offset)
@@ -157,7 +157,7 @@ def test_a_disk_that_fails_keeps_nothing(tiers: Tiers, caplog: pytest.LogCapture
     os.dup2(read_only, tiers.file._data)
     os.close(read_only)
     for _ in range(20):
-        assert tiers.run(Spill((A,), (None,), (b"",), (0,), (5,))) == (A,)
+        assert tiers.run(Spill((A,), (None,), (b"",), (0,), (5,), (True,))) == (A,)
     assert tiers.file.restored() == []
     assert sum("not kept on disk" in message for message in caplog.messages) <= 1, "not a line a block"
 
@@ -195,7 +195,7 @@ def test_a_thread_of_jobs_begins_with_what_it_needs() -> None:
     """Such as the device that is current there."""
     done, seen = queue.SimpleQueue[JobDone](), list[str]()
     thread = JobThread("kv-test", done.put, lambda: seen.append(threading.current_thread().name))
-    job = Load(1, (), (), ())
+    job = Load(1, (), (), (), ())
     thread.submit(job, lambda: seen.append("job"))
     assert done.get(timeout=PATIENCE_S).job is job
     assert seen == ["kv-test", "job"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from engine_harness import Harness
@@ -67,8 +68,9 @@ def torn_saves_are_kept(patch: Patch) -> None:
     on_saved = WriteBack._on_saved
 
     def trusting(self: WriteBack, job: Save, bad: object) -> None:
-        generations = tuple(self._pool.generation(block_id) for block_id in job.block_ids)
-        on_saved(self, Save(job.hashes, job.block_ids, job.host_slots, generations, job.flushes), ())
+        every = zip(job.block_ids, job.window_ids, strict=True)
+        generations = tuple(tuple(map(self._pool.generation, (one, *windows))) for one, windows in every)
+        on_saved(self, replace(job, generations=generations), ())
 
     patch.setattr(WriteBack, "_on_saved", trusting)
 

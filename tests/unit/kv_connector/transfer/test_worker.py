@@ -10,6 +10,7 @@ import torch
 from waiting import PATIENCE_S, wait_until
 
 from tandem.engine.contracts.keys import AttemptKey
+from tandem.engine.contracts.kv_layout import LayerPlace
 from tandem.kv_connector.protocol.jobs import ArrivingKV, BlockPush, Flush, StepMoves
 from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
 from tandem.kv_connector.transfer.thread import TransferWorker
@@ -78,7 +79,7 @@ def worker(nodes, channel):
     )
     transfer.start()
     transfer.connect_peer(sink.info)
-    made = ConnectorWorker(transfer, LAYERS)
+    made = ConnectorWorker(transfer, {name: LayerPlace(0, layer) for name, layer in LAYERS.items()})
     made.register_kv_cache(source.pool)
     yield made
     assert transfer.stop(PATIENCE_S)
