@@ -67,7 +67,8 @@ def describe(
 
 
 def announce(info: NodeInfo, loaded: LoadedModel, num_blocks: int, is_compiled: bool, launcher: LauncherPipe) -> None:
-    """Says that the node serves: in the log and, where one waits for it, down the pipe to the launcher."""
+    """Says that the node serves: in the log and, where one waits for it, down the pipe to the launcher. `num_blocks`
+    have their window blocks, where blocks have such."""
     logger.info(
         "%s serves %s at %s: %d KV blocks of %d tokens on %s, attention by %s",
         info.node_id,
@@ -85,7 +86,7 @@ def announce(info: NodeInfo, loaded: LoadedModel, num_blocks: int, is_compiled: 
         device=str(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
         num_kv_tokens=num_blocks * loaded.layout.block_size,
-        kv_bytes=num_blocks * loaded.layout.stride_bytes * loaded.layout.tp_size,
+        kv_bytes=num_blocks * loaded.layout.group.blocks_each * loaded.layout.stride_bytes * loaded.layout.tp_size,
         max_model_len=info.max_model_len,
     )
 

@@ -9,7 +9,7 @@ docs/sliding_windows.md#layers-of-both-kinds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from tandem.engine.blocks.free_queue import FreeQueue
@@ -60,14 +60,17 @@ class WindowBlocks:
     def usable(self, block_ids: list[int]) -> list[int]:
         """The most of the first of these blocks that a row behind them can be computed from: those of its window are
         whole."""
-        num = len(block_ids)
+        return block_ids[: self.num_usable(len(block_ids), block_ids.__getitem__)]
+
+    def num_usable(self, num: int, block_at: Callable[[int], int | None]) -> int:
+        """How many of the first `num` blocks that is. No more of them are looked at than decide it."""
         while self.num_each and num:
             in_window = range(self._window.num_passed(num * self._window.block_size), num)
-            lacks = next((i for i in reversed(in_window) if not self.is_whole(block_ids[i])), None)
+            lacks = next((i for i in reversed(in_window) if block_at(i) not in self._of), None)
             if lacks is None:
                 break
             num = lacks
-        return block_ids[:num]
+        return num
 
     # --- changes --------------------------------------------------------------------------------------------
 

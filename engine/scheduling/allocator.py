@@ -59,11 +59,10 @@ class KVAllocator:
 
     def num_cached_tokens(self, request: Request) -> int:
         """The number of tokens that `cached_prefix` holds. A few look-ups suffice, since the pool never holds a block
-        without those before it, unless window blocks may be missing."""
-        if self.pool.windows.num_each:
-            return self.block_size * len(self.cached_prefix(request))
+        without those before it."""
         hashes, find = self.reusable_hashes(request), self.pool.find
-        return self.block_size * bisect.bisect_left(hashes, True, key=lambda each: find(each) is None)
+        num_found = bisect.bisect_left(hashes, True, key=lambda each: find(each) is None)
+        return self.block_size * self.pool.windows.num_usable(num_found, lambda index: find(hashes[index]))
 
     def num_left(self, request: Request) -> int:
         """How many of its tokens are to be computed, as far as is known."""

@@ -41,6 +41,7 @@ def bytes_of(num_tokens: int) -> int:
     return (num_tokens * NUM_FULL + (num_tokens - slid_out) * NUM_SLIDING) * TOKEN_BYTES
 
 
+# README says: "Layers that look back a window of tokens keep and hand over that window alone"
 @pytest.mark.parametrize("way", TWO_WAYS)
 def test_a_pair_hands_over_the_last_window_of_layers_that_slide(way: str) -> None:
     model, prompt = tiny_model(MODEL), random_prompt(700, seed=3)

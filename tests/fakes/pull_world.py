@@ -15,6 +15,7 @@ import numpy as np
 
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.blocks.reservations import Kind
+from tandem.engine.blocks.window import NO_WINDOW, BlockWindow
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, Timeouts
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
@@ -47,6 +48,11 @@ TIMES = Timeouts(pull_s=5.0, resend_s=0.5, connect_s=3.0)
 NOTHING = b"?" * 16
 
 
+def kept_beside(block_hash: bytes, place: int) -> bytes:
+    """The content of a block's window block."""
+    return bytes([255 - place]) + block_hash[1:]
+
+
 def chain(seed: int, num_blocks: int) -> list[bytes]:
     """Hashes of a prompt; those of one seed share their prefix."""
     return [bytes([seed, index]) * 8 for index in range(num_blocks)]
@@ -55,11 +61,12 @@ def chain(seed: int, num_blocks: int) -> list[bytes]:
 class PullNode:
     """One node's managers as a node has them."""
 
-    def __init__(self, name: str, num_blocks: int) -> None:
+    def __init__(self, name: str, num_blocks: int, num_windows: int = 0) -> None:
         options = NodeOptions("unified", ModelOptions("m"), CacheOptions(BLOCK, BLOCK), timeouts=TIMES)
         keys = ClusterKeys(b"k" * 16, False)
         self.info = NodeInfo(node_id=name, epoch=ord(name), role="unified", layout=LAYOUT)
-        self.pool = BlockPool(num_blocks, enable_caching=True)
+        slides = BlockWindow(2 * BLOCK, BLOCK, num_windows) if num_windows else NO_WINDOW
+        self.pool = BlockPool(num_blocks, enable_caching=True, window=slides)
         self.handoffs = Handoffs(self.info, keys, self.pool, options, NoTiers(), Rate())
         self.source, self.sink = self.handoffs.source, self.handoffs.sink
         self.puller, self.pull_server = self.handoffs.puller, self.handoffs.pull_server
@@ -77,22 +84,32 @@ class PullNode:
     def schedule(self, request: Request) -> bool:
         """Starts and ends `request`, if it waits for nothing."""
         hashes, pool = request.block_hashes, self.pool
-        hits = pool.match_prefix(hashes)
-        if not pool.reservations.make_room(len(hashes) - len(hits), Kind.START, request, hits):
+        hits = pool.windows.usable(pool.match_prefix(hashes))
+        if not pool.reservations.make_room(pool.cost(len(hashes) - len(hits)), Kind.START, request, hits):
             return False
         if self.puller.prepare(request, hashes, hits, runs_alone=len(self.waiting) == 1) is None:
             return False
         self.waiting.remove(request)
-        pool.touch(hits)
+        num_passed = pool.window.num_passed(len(hits) * BLOCK)
+        pool.touch(hits, num_passed)
+        for index, block_id in list(enumerate(hits))[num_passed:] if pool.windows.num_each else ():
+            assert pool.windows.is_whole(block_id)
+            for place, each in enumerate(pool.windows.of(block_id)):
+                assert self.content[each] == kept_beside(hashes[index], place), "a row would read another's bytes"
         new = pool.allocate(len(hashes) - len(hits))
         assert new is not None
         self.puller.started(request, hashes)
         self.num_computed += len(new)
         for index, block_id in enumerate(new, len(hits)):
             self.content[block_id] = hashes[index]
+            for place, each in enumerate(pool.windows.of(block_id)):
+                self.content[each] = kept_beside(hashes[index], place)
             pool.register(block_id, hashes[index], hashes[index - 1] if index else None)
         self.puller.ended(request)
-        pool.free([*hits, *new], None)
+        passed = [*hits, *new][num_passed : pool.window.num_passed(len(hashes) * BLOCK)]
+        if pool.windows.num_each:
+            pool.windows.pass_by(passed, None)
+        pool.free([*hits, *new], None, num_passed + len(passed))
         return True
 
     def check(self) -> None:
@@ -101,13 +118,17 @@ class PullNode:
         for block_id, content in enumerate(self.content):
             block_hash = self.pool.block_hash(block_id)
             assert block_hash in (None, content), f"{self.info.node_id}: block {block_id} holds another's bytes"
+            for place, each in enumerate(self.pool.windows.of(block_id) if block_hash is not None else ()):
+                assert self.content[each] == kept_beside(block_hash, place), "a window block holds another's bytes"  # type: ignore[arg-type]
 
 
 class PullWorld:
     """`post` is what has been sent and not arrived; nothing arrives by itself."""
 
-    def __init__(self, *num_blocks: int, one_sided: bool = False, rng: random.Random | None = None) -> None:
-        self.nodes = [PullNode("abc"[index], count) for index, count in enumerate(num_blocks)]
+    def __init__(
+        self, *num_blocks: int, one_sided: bool = False, rng: random.Random | None = None, num_windows: int = 0
+    ) -> None:
+        self.nodes = [PullNode("abc"[index], count, num_windows) for index, count in enumerate(num_blocks)]
         self.one_sided, self.rng, self.now = one_sided, rng or random.Random(0), 1.0
         self.post: list[tuple[PullNode, PullNode, Any]] = []
         self._names = itertools.count()
@@ -230,7 +251,8 @@ class PullWorld:
             record = sink.sink.ledger.records[grant.request_id, grant.attempt]
             for source, destination in zip(job.source_block_ids, job.destination_block_ids, strict=True):
                 assert node.pool.ref_count(source) > 0, "a push reads a block that was freed"
-                assert destination in record.granted, "a write lands in a block that its grant no longer holds"
+                held = sink.sink.ledger.granted_ids(record)
+                assert destination in held, "a write lands in a block that its grant no longer holds"
                 sink.content[destination] = NOTHING if corrupt else node.content[source]
 
     def _settle(self) -> None:

@@ -23,6 +23,7 @@ PHRASES = (
     "tests each against float64",
     "KV is converted on the way",
     "A node that lacks a prefix pulls it from the peer that has it",
+    "Layers that look back a window of tokens keep and hand over that window alone",
     "goes to host memory",
     "and disk (`--disk-tier-bytes`",
     "sequences of a decode or single node go on at another one, KV and all",

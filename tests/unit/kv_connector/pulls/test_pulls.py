@@ -257,11 +257,14 @@ def happen(world: PullWorld, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("one_sided", [False, True])
 @pytest.mark.parametrize("num_seeds", [15, pytest.param(300, marks=pytest.mark.slow)])
-def test_whatever_happens_in_tiny_pools(one_sided: bool, num_seeds: int) -> None:
-    completed = 0
+@pytest.mark.parametrize("num_windows", [0, 1, 2])
+def test_whatever_happens_in_tiny_pools(one_sided: bool, num_seeds: int, num_windows: int) -> None:
+    """With window blocks: what is pulled ends in whole blocks, and nobody reads what was not brought."""
+    completed, each = 0, 1 + num_windows
     for seed in range(num_seeds):
         rng = random.Random(seed)
-        world = PullWorld(9, 8, 12, one_sided=one_sided, rng=rng)
+        sizes = (9 * each, 8 * each, 12 * each)
+        world = PullWorld(*sizes, one_sided=one_sided, rng=rng, num_windows=num_windows)
         for _ in range(500):
             happen(world, rng)
         world.run(40)
