@@ -261,7 +261,8 @@ def block_window(loaded: LoadedModel, options: NodeOptions) -> BlockWindow:
 
 def _with_windows(layout: KVLayout, model: Model, options: NodeOptions) -> KVLayout:
     """`layout` with the widest window of the model's layers, if all slide, or if those that do have window blocks."""
-    windows = [layer.spec.sliding_window for layer in model.attention_layers.values()]
+    specs = [layer.spec for layer in model.attention_layers.values()]
+    windows = [spec.sliding_window or spec.attention_chunk for spec in specs]  # a chunk begins no further back
     known = [window for window in windows if window is not None]
     if not known or model.cross_layers:
         return layout

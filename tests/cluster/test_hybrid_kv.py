@@ -66,7 +66,7 @@ def test_a_pair_hands_over_the_last_window_of_layers_that_slide(way: str) -> Non
         pair.check_whole()
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "gpt_oss", "cohere2"])
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "gpt_oss", "cohere2", "llama4_text"])
 def test_families_that_transformers_computes(kind: str) -> None:
     model, prompt = tiny_hf_model(kind), random_prompt(150, seed=1)
     with make_pair("local", model=model, prefill={"chunk": 64}) as pair:

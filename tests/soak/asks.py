@@ -7,11 +7,10 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import httpx
-
-from tandem.deploy.options import DEMO_MODEL
 
 VOCABULARY = 2048  # the demo model's
 LOGPROB_TOLERANCE = 2e-3
@@ -65,15 +64,15 @@ def random_body(rng: random.Random, beginnings: list[list[int]]) -> dict[str, An
     return body | {name: value for name, value in chosen.items() if rng.random() < 0.15}
 
 
-def make_asks(url: str, rng: random.Random, count: int) -> list[Ask]:
-    """Asked one after the other of a server that nobody disturbs; without those that a tie decides."""
+def make_asks(url: str, rng: random.Random, count: int, model: Path) -> list[Ask]:
+    """Asked one after the other of a server of this model that nobody disturbs; without those that a tie decides."""
     beginnings = [[rng.randrange(2, VOCABULARY) for _ in range(length)] for length in (64, 130, 300, 500, 700)]
     asks: list[Ask] = []
     with httpx.Client(base_url=url, timeout=300) as client:
         for _ in range(4 * count):
             body = random_body(rng, beginnings)
             expected = ask(client, body)
-            if not (_is_near_tie(client, body) if body["temperature"] == 0 else _is_near_draw(client, body)):
+            if not (_is_near_tie(client, body) if body["temperature"] == 0 else _is_near_draw(client, body, model)):
                 asks.append(Ask(body, expected))
             if len(asks) == count:
                 return asks
@@ -91,18 +90,18 @@ def _is_near_tie(client: httpx.Client, body: dict[str, Any]) -> bool:
     return False
 
 
-def _is_near_draw(client: httpx.Client, body: dict[str, Any]) -> bool:
+def _is_near_draw(client: httpx.Client, body: dict[str, Any], model: Path) -> bool:
     """Whether a sampled choice was between two tokens that are equally good, noise included, by the logits of
     transformers; also where those choose another token, whatever for."""
     plain = {name: value for name, value in body.items() if name not in ("logprobs", "echo", "prompt_logprobs", "stop")}
     return any(
         gap < NEAR_DRAW
         for index, choice in ask(client, plain).items()
-        for gap in _gaps(body, index, choice["token_ids"])
+        for gap in _gaps(body, index, choice["token_ids"], model)
     )
 
 
-def _gaps(body: dict[str, Any], sample: int, token_ids: list[int]) -> Iterator[float]:
+def _gaps(body: dict[str, Any], sample: int, token_ids: list[int], model: Path) -> Iterator[float]:
     """By how much each token was better than the next best one; negative where another is better."""
     import torch
 
@@ -110,7 +109,7 @@ def _gaps(body: dict[str, Any], sample: int, token_ids: list[int]) -> Iterator[f
 
     prompt = body["prompt"]
     with torch.no_grad():
-        logits = demo_model()(torch.tensor([prompt + token_ids[:-1]])).logits[0, len(prompt) - 1 :]
+        logits = reference_model(model)(torch.tensor([prompt + token_ids[:-1]])).logits[0, len(prompt) - 1 :]
     for place, (logits_V, token) in enumerate(zip(logits, token_ids, strict=True)):
         for banned, bias in body.get("logit_bias", {}).items():
             logits_V[int(banned)] += bias
@@ -130,10 +129,10 @@ def _gaps(body: dict[str, Any], sample: int, token_ids: list[int]) -> Iterator[f
 
 
 @cache
-def demo_model() -> Any:
+def reference_model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype="float32").eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
 
 
 def ask(client: httpx.Client, body: dict[str, Any], stream: bool = False, leave_after: int = 0) -> Choices:

@@ -12,6 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ from counted import Counted
 from moments import Arena, Moment, NoTarget, moments
 from processes import MARK, levels, shared_segments, wait_for_none
 from relay import RELAY_HOST, Relay
+from sliding_model import make_sliding_model
 from wall_clock import WallClock
 
 from real_cluster import RealCluster
@@ -61,6 +63,11 @@ class Plan:
     longest_s: float = 20.0
     restart_s: float = 120.0
     arguments: tuple[str, ...] = ()  # more options of `tandem serve`
+    slides: bool = False  # some layers of the model do
+
+    @cached_property
+    def model(self) -> Path:
+        return make_sliding_model(self.folder / "model") if self.slides else DEMO_MODEL
 
     @property
     def is_split(self) -> bool:
@@ -143,8 +150,8 @@ def undisturbed(plan: Plan, mark: str) -> list[Ask]:
     temporary.mkdir(exist_ok=True)
     environment = {MARK: mark, "TMPDIR": str(temporary)}
     log = plan.folder / "reference.log"
-    with RealCluster(DEMO_MODEL, "--workers", "1", start_s=180, log=log, environment=environment) as reference:
-        return make_asks(reference.url, random.Random(plan.seed), plan.num_asks)
+    with RealCluster(plan.model, "--workers", "1", start_s=180, log=log, environment=environment) as reference:
+        return make_asks(reference.url, random.Random(plan.seed), plan.num_asks, plan.model)
 
 
 @contextlib.contextmanager
@@ -168,7 +175,7 @@ def _arena(plan: Plan, mark: str) -> Iterator[Arena]:
             redis_url = f"redis://127.0.0.1:{relay.relay_redis(redis.port)}/0"
             arguments += ["--redis-url", redis_url, "--advertise-host", RELAY_HOST]
         log = plan.folder / "cluster.log"
-        cluster = RealCluster(DEMO_MODEL, *arguments, start_s=180, log=log, environment=environment)
+        cluster = RealCluster(plan.model, *arguments, start_s=180, log=log, environment=environment)
         arena = Arena(cluster, rng, disk, plan.longest_s, relay, redis, clock, plan.traces)
         stack.enter_context(cluster)
         yield arena

@@ -23,6 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "prompts by several nodes": {"transport": "shm", "elastic": 3, "arguments": (*HURRIED, *SHARED), "salted": 0.8},
     "nodes that lean": {"transport": "tcp", "prefill": 2, "arguments": ("--no-fixed-roles", *HURRIED)},
     "blocks kept once": {"transport": "shm", "prefill": 2, "arguments": ("--keep-kv-once",)},
+    "layers that slide": {"transport": "shm", "prefill": 2, "slides": True},
     "one node": {"transport": "local"},
 }
 
