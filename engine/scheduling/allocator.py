@@ -141,28 +141,18 @@ class KVAllocator:
         assert not request.block_ids
         began = self._now()
         num_computed_tokens = len(hits) * self.block_size + num_external_tokens
-        has_windows = self.pool.windows.num_each > 0
         num_loaded = self.num_blocks_for(num_computed_tokens) - len(hits)
-        num_passed = self._num_passed(request, len(hits) + num_loaded * has_windows, num_computed_tokens)
-        if has_windows:
-            self.pool.touch(hits, num_passed)
-        else:
-            self.pool.touch(hits)
-            self.pool.free(hits[:num_passed], None)  # used just now, so that others are reused before
-        kept = hits if has_windows else hits[num_passed:]
-        num_unread = self.pool.window.num_passed(num_computed_tokens) if has_windows else 0
-        num_bare = min(num_loaded, max(0, num_unread - len(hits)))  # nobody may have brought their window blocks
-        loaded = self.pool.allocate_grantable(num_loaded, num_bare)
+        num_bare = max(0, min(self.pool.window.num_passed(num_computed_tokens) - len(hits), num_loaded))
+        self.pool.touch(hits)
+        request.block_ids, request.newest_row_start = list(hits), num_computed_tokens
+        self._slide(request, None)  # used just now, so that others are reused before
+        loaded = self.pool.allocate_grantable(num_loaded, num_bare)  # nobody may have brought more of the first ones
         self.seconds += self._now() - began
         if loaded is None:
-            self.pool.free(kept, None, num_passed if has_windows else 0)
+            self._free(request, None)
             return False
-        if num_passed > len(hits):
-            self.pool.windows.pass_by(loaded[: num_passed - len(hits)], None)
-        request.block_ids = self.pool.passed(len(hits) - len(kept)) + kept + loaded
-        request.num_passed_blocks = num_passed
-        request.num_computed_tokens = request.newest_row_start = num_computed_tokens
-        request.num_registered_blocks = len(hits)
+        request.block_ids += loaded
+        request.num_computed_tokens, request.num_registered_blocks = num_computed_tokens, len(hits)
         return True
 
     def needed_hits(self, request: Request, hits: list[int]) -> list[int]:
@@ -186,17 +176,20 @@ class KVAllocator:
         if self.pool.window == NO_WINDOW:  # every step asks, with all that runs
             return
         for request in requests:
-            first = request.num_passed_blocks
-            num_passed = self._num_passed(request, len(request.block_ids), request.newest_row_start)
-            if num_passed > first:
-                passed = request.block_ids[first:num_passed]
-                last_step = request.last_step if request.last_step >= 0 else None
-                request.num_passed_blocks = num_passed
-                if self.pool.windows.num_each:
-                    self.pool.windows.pass_by(passed, last_step)
-                    continue
-                request.block_ids[first:num_passed] = self.pool.passed(len(passed))
-                self.pool.free(passed, last_step)
+            self._slide(request, request.last_step if request.last_step >= 0 else None)
+
+    def _slide(self, request: Request, last_step: int | None) -> None:
+        first = request.num_passed_blocks
+        num_passed = self._num_passed(request, len(request.block_ids), request.newest_row_start)
+        if num_passed <= first:
+            return
+        passed = request.block_ids[first:num_passed]
+        request.num_passed_blocks = num_passed
+        if self.pool.windows.num_each:
+            self.pool.windows.pass_by(passed, last_step)
+            return
+        request.block_ids[first:num_passed] = self.pool.passed(len(passed))
+        self.pool.free(passed, last_step)
 
     def _num_passed(self, request: Request, num_blocks: int, position: int) -> int:
         """How many of the first `num_blocks` blocks of a request nothing reads from `position` on."""
@@ -242,14 +235,17 @@ class KVAllocator:
     def release(self, request: Request) -> None:
         """Frees all blocks of `request`. Those that it gave back on its way come behind them in the free queue, where
         they stood in the order in which they passed: with the first of a chain all of it would be lost."""
-        num_passed, passed = request.num_passed_blocks, request.block_hashes[: request.num_passed_blocks]
+        passed = request.block_hashes[: request.num_passed_blocks]
+        self._free(request, request.last_step)
         if self.pool.windows.num_each:
-            self.pool.free(self.detach(request), request.last_step, num_passed)
             return
-        self.pool.free(self.detach(request), request.last_step)
         kept = self.pool.match_prefix(list(takewhile(lambda each: not self.pool.goes_first(each), passed)))
         self.pool.touch(kept)
         self.pool.free(kept, None)
+
+    def _free(self, request: Request, last_step: int | None) -> None:
+        num_passed = request.num_passed_blocks if self.pool.windows.num_each else 0
+        self.pool.free(self.detach(request), last_step, num_passed)
 
     def check_writable(self, request: Request, start: int, end: int) -> None:
         """Asserts that `request` alone holds the blocks of positions start … end-1, and that none is cached."""
