@@ -37,6 +37,7 @@ class KVAllocator:
         """`most_row_tokens`: how many tokens of a request a step computes at most."""
         self.pool = pool
         self._most_held = pool.window.most_held(most_row_tokens)
+        self.most_blocks = pool.num_blocks // pool.cost(1)  # of a sequence, so that it fits with all window blocks
         self.seconds, self._now = 0.0, now
         self.block_size = hasher.block_size
         self._hasher = hasher
@@ -98,7 +99,9 @@ class KVAllocator:
     def num_missing_blocks(self, request: Request, num_hits: int = 0) -> int:
         """How many blocks the launched tokens of `request` need beyond those it has, or will start from: of a sequence
         that gives blocks back, how many more it will have at once."""
-        missing = max(0, self.num_blocks_for(request.num_launched_tokens) - len(request.block_ids) - num_hits)
+        missing = self.num_blocks_for(request.num_launched_tokens) - len(request.block_ids) - num_hits
+        if missing <= 0:
+            return 0
         if not self._gives_back(request):
             return self.pool.cost(missing)
         num_passed = request.num_passed_blocks or self._num_passed(request, num_hits, num_hits * self.block_size)

@@ -98,9 +98,12 @@ class StepBuilder:
 
     def _patch_table(self, request: Request) -> None:
         """Brings the slot's block table up to date: most steps have nothing for most slots."""
+        has_grown = request.num_table_blocks < len(request.block_ids)
+        if not has_grown and request.num_table_passed == request.num_passed_blocks:
+            return
         slot, pool = request.slot, self._state.pool
         tables = range(1, 1 + pool.windows.num_each)
-        if request.num_table_blocks < len(request.block_ids):
+        if has_grown:
             for i in range(request.num_table_blocks, len(request.block_ids)):
                 block_id = request.block_ids[i]
                 self._block_appends.append(BlockAppend(slot, i, block_id))

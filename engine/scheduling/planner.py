@@ -164,10 +164,9 @@ class StepPlanner:
 
     def _outgrew_pool(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
         """Whether `request` needs more blocks than there are; then it has failed."""
-        pool = self._state.pool
-        if pool.cost(self._kv.num_blocks_for(num_tokens)) <= pool.num_blocks:
+        if self._kv.num_blocks_for(num_tokens) <= self._kv.most_blocks:
             return False
-        text = f"the sequence outgrew the pool of {pool.num_blocks} KV blocks"
+        text = f"the sequence outgrew the pool of {self._state.pool.num_blocks} KV blocks"
         for sequence in self._state.fail(request, "too_large_for_pool", text):
             plan.drop(sequence)
         return True
