@@ -9,7 +9,7 @@ import pytest
 
 from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.keys import NodeKey
-from tandem.engine.contracts.kv_layout import KVGroup, KVLayout, ModelIdentity
+from tandem.engine.contracts.kv_layout import KVGroup, KVLayout, LayerPlace, ModelIdentity
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo, Role, Targets
 from tandem.engine.contracts.wire.work import NodeReport
@@ -94,6 +94,12 @@ def test_some_prompts_are_one_nodes(changes: dict[str, Any]) -> None:
 
 def test_a_node_of_several_ranks_computes_alone() -> None:
     assert helpers([node("a", num_ranks=2), node("b", num_ranks=2)]) == []
+
+
+def test_a_node_with_a_block_table_for_each_kind_of_layer_computes_alone() -> None:
+    places = (LayerPlace(0, 0), LayerPlace(1, 0))
+    hybrid = KVLayout((KVGroup(1, 2, 8, "float32", window=64, places=places),), 64)
+    assert helpers([node("a", layout=hybrid), node("b", layout=hybrid)]) == []
 
 
 def test_what_is_cached_needs_no_help() -> None:
