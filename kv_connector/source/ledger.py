@@ -66,8 +66,7 @@ class SourceLedger:
             block_sizes=BlockSizes(self.block_size, self.block_size),
             deadline=deadline,
             machine=SourceMachine(self.info.epoch, peer.epoch),
-            windows_of=self.pool.windows.of,
-            blocks_each=self.pool.cost(1),
+            windows=self.pool.windows,
         )
         return record
 

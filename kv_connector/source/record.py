@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tandem.engine.blocks.reservations import Hold
+from tandem.engine.blocks.window_blocks import WindowBlocks
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import Continuation, FirstToken, PeerRef
@@ -34,8 +35,7 @@ class SourceRecord:
     block_sizes: BlockSizes
     deadline: float
     machine: SourceMachine
-    windows_of: Callable[[int], tuple[int, ...]]  # the window blocks of a block of this node
-    blocks_each: int = 1  # with its window blocks
+    windows: WindowBlocks  # of this node's blocks
     resend_at: float = 0.0
     resend_every_s: float = 0.0
     reason: str = ""
@@ -66,6 +66,10 @@ class SourceRecord:
     def num_sink_blocks(self) -> int:
         """The prompt's length in blocks of the sink's size, in which grants, pushes and resends count."""
         return self.block_sizes.num_sink_blocks(self.num_prompt_tokens)
+
+    @property
+    def blocks_each(self) -> int:
+        return 1 + self.windows.num_each
 
     @property
     def granted(self) -> GrantedBlocks:
@@ -160,7 +164,7 @@ class SourceRecord:
         """The (source_block_ids, first_slots) of a job that pushes these sink blocks of the prompt; see BlockPush."""
         ids = self.block_ids
         if self.block_sizes.source == self.block_sizes.sink:
-            every = [(ids[block], *self.windows_of(ids[block])) for block, _ in entries]
+            every = [(ids[block], *self.windows.of(ids[block])) for block, _ in entries]
             return tuple(each[table] for each, (_, table) in zip(every, entries, strict=True)), ()
         origins = [self.block_sizes.origin(block, self._num_valid(block)) for block, _ in entries]
         block_ids = tuple(self.block_ids[block] for blocks, _ in origins for block in blocks)

@@ -30,8 +30,8 @@ IGNORED = frozenset(
     {"arrival", "closed_at", "entered_at", "error", "expected_at", "last_step", "num_accepted", "num_dropped",
      "num_dropped_deltas", "num_drops_counted", "num_ended", "num_served_blocks", "num_under_way",
      "quarantined_at", "resend_every_s", "retire_asked_at", "slot", "waits_since", "was_warned", "_arrivals",
-     "_block_of", "_cooling", "_deadlines", "_free", "_generations", "_hash_of", "_last_write_step",
-     "_newest_completed", "_newest_launched", "_ref_counts", "_step_id"}
+     "_block_of", "_blocks", "_cooling", "_deadlines", "_generations", "_hash_of", "_last_write_step", "_needed_by",
+     "_newest_completed", "_newest_launched", "_of", "_owner_of", "_ref_counts", "_step_id"}
 )  # fmt: skip
 COUNTS = frozenset({"counters", "rates"})  # not even kept
 # Blocks are alike: how many somebody has tells all, and `Life.blocks` the rest.

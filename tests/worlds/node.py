@@ -115,8 +115,9 @@ class Node:
         name = key.node_id
         self.options, self.info = setting.options(name), make_info(key)
         self._is_pipelined = setting.is_pipelined
-        window = BlockWindow(setting.window, BLOCK) if setting.window else NO_WINDOW
-        self.pool = BlockPool(setting.num_blocks(name), enable_caching=True, window=window)
+        each = setting.num_windows
+        window = BlockWindow(setting.window, BLOCK, each) if setting.window else NO_WINDOW
+        self.pool = BlockPool((1 + each) * setting.num_blocks(name), enable_caching=True, window=window)
         self.handoffs = handoffs = ToldHandoffs(self.info, KEYS, self.pool, self.options, NoTiers(), Rate())
         self.planner = Planner(self.pool, None if name == "d" else handoffs.source.prompts, handoffs.puller)
         book = RequestBook(1 << 20, 1 << 20, self.pool.shares)
@@ -187,7 +188,8 @@ class Node:
 
     def blocks(self) -> Hashable:
         pool = self.pool
-        cached = [(each, pool.ref_count(pool.find(each) or 0)) for each in pool.cached_hashes()]
+        found = [(each, pool.find(each) or 0) for each in pool.cached_hashes()]
+        cached = [(each, pool.ref_count(at), pool.windows.is_whole(at)) for each, at in found]
         return pool.num_free, pool.num_grantable, tuple(sorted(cached)), tuple(pool.cold_end(pool.num_blocks))
 
     def settled(self, part: Any) -> frozenset[str]:
@@ -259,7 +261,8 @@ class Node:
         sources, sinks = self.source.ledger.records, self.sink.ledger.records
         reads = {key for key, each in sources.items() if each.owns_blocks}
         reads |= {each.key for each in self.planner.running if each.prompt.mode == "prefill"}
-        granted = {key: (each.grant.grant_id, len(each.granted)) for key, each in sinks.items() if each.granted}
+        ids = self.sink.ledger.granted_ids
+        granted = {key: (each.grant.grant_id, len(ids(each))) for key, each in sinks.items() if each.granted}
         for key, record in sinks.items():
             is_mine = all(self.pool.ref_count(block_id) == 1 for block_id in record.granted)
             assert is_mine, "a granted block has two holders"

@@ -85,10 +85,11 @@ class Planner:
         connector = self.connector if request.prompt.mode == "prefill" else None
         if connector is not None and connector.get_num_new_matched_tokens(request, 0) is None:
             return []
-        hits = self.pool.match_prefix(request.block_hashes[: (request.num_tokens - 1) // BLOCK])
+        known = self.pool.match_prefix(request.block_hashes[: (request.num_tokens - 1) // BLOCK])
+        hits = self.pool.windows.usable(known)
         num_new = -(-request.num_tokens // BLOCK) - len(hits)
         kind = Kind.CLAIM if connector is not None and connector.is_granted(request) else Kind.START
-        if not self.pool.reservations.make_room(num_new, kind, request, hits):
+        if not self.pool.reservations.make_room(self.pool.cost(num_new), kind, request, hits):
             return []
         if self.tiers.prepare(request, request.block_hashes, hits, runs_alone=not self.running) is None:
             return []
@@ -99,6 +100,7 @@ class Planner:
         request.block_ids = [*hits, *new]
         self._enter(request)
         if connector is None:
+            request.num_computed_tokens = len(hits) * BLOCK
             return []
         connector.update_state_after_alloc(request, request.block_ids, 0)
         return self.launch(request)
@@ -130,6 +132,8 @@ class Planner:
         written = request.block_ids[request.num_computed_tokens // BLOCK :]
         is_read = any(self.pool.ref_count(block_id) > 1 for block_id in written)
         assert not is_read, "a block is written while somebody reads it"
+        seen = request.block_ids[self.pool.window.num_passed(request.num_computed_tokens) :]
+        assert all(map(self.pool.windows.is_whole, seen)), "a row reads window blocks which it has not"
         request.num_computed_tokens = request.num_tokens
         request.num_in_flight = 1
 
@@ -148,7 +152,7 @@ class Planner:
 
     def preempt(self, request: Request) -> None:
         """And takes it up again at once: there is room."""
-        self.pool.free(request.block_ids, None)
+        self._free(request)
         request.num_preemptions += 1
         request.num_computed_tokens, request.num_passed_blocks, request.block_ids = 0, 0, []
 
@@ -159,7 +163,7 @@ class Planner:
         request.state, request.slot = RequestState.FINISHED, -1
         connector = self.connector if request.prompt.mode == "prefill" else None
         if connector is None or not connector.request_finished(request, request.block_ids):
-            self.pool.free(request.block_ids, None)
+            self._free(request)
         request.block_ids = []
         self.tiers.ended(request)
 
@@ -169,11 +173,17 @@ class Planner:
         """Gives back what the next row does not read, as KVAllocator.slide does."""
         first = request.num_passed_blocks
         num_passed = 0 if request.keeps_blocks else self.pool.window.num_passed(request.num_computed_tokens)
-        if num_passed > first:
+        if num_passed > first and self.pool.windows.num_each:
+            self.pool.windows.pass_by(request.block_ids[first:num_passed], None)
+            request.num_passed_blocks = num_passed
+        elif num_passed > first:
             passed = request.block_ids[first:num_passed]
             request.block_ids = [*self.pool.passed(num_passed), *request.block_ids[num_passed:]]
             self.pool.free([*[self.pool.null_block] * first, *passed], None)
             request.num_passed_blocks = num_passed
+
+    def _free(self, request: Request) -> None:
+        self.pool.free(request.block_ids, None, request.num_passed_blocks if self.pool.windows.num_each else 0)
 
     def _adopt(self, request: Request) -> None:
         request.max_num_tokens = max_num_tokens(request, 1 << 20)

@@ -38,6 +38,7 @@ class Bounds:
     # Bytes move at once, nothing is sent again before something has gone wrong, twins go in order.
     is_calm: bool = False
     window: int = 0  # tokens that every layer sees; 0: all
+    num_windows: int = 0  # window blocks of a block: then other layers see everything
     is_pipelined: bool = False  # a sequence's tokens are in flight for a while before the host knows them
 
     @property

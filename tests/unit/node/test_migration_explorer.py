@@ -39,6 +39,7 @@ QUICK = [
     (MoveSetting("tokens in flight, an early push", **EARLY, max_faults=0), 2_000),
     (MoveSetting("one of two samples", **{**SAMPLES, "moves": SAMPLES["moves"][:1]}, max_faults=0), 2_000),
     (MoveSetting("a window", **WINDOW, max_faults=0), 5_000),
+    (MoveSetting("a window of some layers", **WINDOW, num_windows=1, max_faults=0), 5_000),
     (one_fault("crash", holds_tokens=True), 3_000),
 ]
 SLOW = [
@@ -50,6 +51,7 @@ SLOW = [
     (MoveSetting("both ways at once", **BOTH_WAYS, max_faults=0, holds_tokens=True), 10_000),
     (MoveSetting("a window, two blocks pass", **{**WINDOW, "max_outputs": 5}, max_faults=0), 20_000),
     (one_fault("preempt", **WINDOW), 20_000),
+    (one_fault("preempt", **WINDOW, num_windows=1), 20_000),
     (MoveSetting("three nodes", **THERE_AND_ON, max_faults=0, holds_tokens=True), 20_000),
 ]
 
@@ -84,6 +86,11 @@ def _as_a_prompt(right: Any, self: SinkLedger, record: Any, *args: Any) -> None:
     record.kind = kind
 
 
+def _one_too_late(right: Any, self: SinkLedger, record: Any, *args: Any) -> None:
+    right(self, record, *args)
+    record.first_window = min(record.first_window + 1, record.num_blocks - 1)
+
+
 def _nothing(right: Any, *args: Any) -> Any:
     return []
 
@@ -112,6 +119,9 @@ MUTATIONS: dict[str, tuple[Any, str, Any, set[str], str, dict[str, Any]]] = {
     ),
     "a window that is counted from behind the newest token": (
         SinkLedger, "pass_over", _as_a_prompt, set(), "the next row reads|" + STUCK, {**WINDOW, "holds_tokens": True},
+    ),
+    "window blocks that are sent one block too late": (
+        SinkLedger, "pass_over", _one_too_late, set(), "which it has not|" + STUCK, {**WINDOW, "num_windows": 1},
     ),
     "a source that gives nothing back": (
         SourceLedger, "free", lambda right, self, record: setattr(record, "owns_blocks", False), set(), STUCK, {},

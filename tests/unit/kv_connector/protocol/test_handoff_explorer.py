@@ -12,7 +12,7 @@ import pytest
 from tandem.kv_connector.protocol import source_table
 from tandem.kv_connector.protocol.source_table import SourceEvent, SourceState
 from tests.worlds.explorer import explore
-from tests.worlds.setting import ALL_FAULTS, Setting
+from tests.worlds.setting import ALL_FAULTS, BLOCK, Setting
 
 POOL_FAULTS = frozenset({"lose", "lease", "crash_sink"})
 LOST_AND_FOUND = frozenset({"suspect_source", "reconnect", "crash_source"})
@@ -34,6 +34,8 @@ PULL_BESIDE_PROMPT = {
     "max_parked": 1,
     "sink_blocks": 2,
 }
+BESIDE = {"window": BLOCK, "num_windows": 1}  # some layers see one block, the others everything
+WINDOWS = {**ALONE, "granted": (2,), **BESIDE}
 PINS = {"granted": (3, 1), "hits": (0, 2), "submitted": True, "source_blocks": 6, "sink_blocks": 4}
 
 QUICK = [
@@ -56,6 +58,9 @@ QUICK = [
     (Setting("a pull, one fault, one-sided", **A_PULL, max_faults=1), 1_000),
     (Setting("a pull, one fault, receiver writes", **A_PULL, max_faults=1, one_sided=False), 1_500),
     (Setting("a pull beside a prompt, full pools", **PULL_BESIDE_PROMPT, max_faults=0), 1_500),
+    (Setting("window blocks, one fault", **WINDOWS, max_faults=1), 5_000),
+    (Setting("a pull of window blocks, one fault", **WINDOWS, pulls=(0,), max_faults=1), 1_000),
+    (Setting("window blocks of a pinned prefix", **PINS, **BESIDE, max_faults=0), 2_000),
     (Setting("lost and found, one-sided", **ALONE, max_faults=2, faults=LOST_AND_FOUND), 1_000),
     (Setting("lost and found, revocable", **ALONE, max_faults=2, faults=LOST_AND_FOUND, is_revocable=True), 1_000),
 ]
