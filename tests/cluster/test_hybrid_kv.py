@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 from decode_trio import joined, trio
+from held_blocks import most_held
 from node_child import NodeChild
 from pull_nodes import make_nodes
 from split_pair import GREEDY, SAMPLED, TWO_WAYS, changed, make_pair
@@ -20,19 +21,6 @@ MODEL = "qwen2_hybrid"  # four layers, of which one sees everything
 WINDOW, NUM_FULL, NUM_SLIDING = BlockWindow(32, BLOCK), 1, 3
 TOKEN_BYTES = 2 * 2 * 16 * 4  # of a layer: planes, KV heads, head size, fp32
 LONG = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
-
-
-def most_held(node: Node) -> list[int]:
-    """The most blocks that are held at once, window blocks included, written down from now on."""
-    state, most = node.process.logic.scheduler.state, [0]
-    slide = state.kv.slide
-
-    def noted(requests):  # type: ignore[no-untyped-def]
-        slide(requests)
-        most[0] = max(most[0], state.pool.num_blocks - state.pool.num_free)
-
-    state.kv.slide = noted  # type: ignore[method-assign]
-    return most
 
 
 def bytes_of(num_tokens: int) -> int:

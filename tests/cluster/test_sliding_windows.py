@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from decode_trio import joined, trio
+from held_blocks import most_held
 from split_pair import GREEDY, SAMPLED, changed, make_pair
 from tier_nodes import always_loading, until_saved
 
@@ -16,19 +17,6 @@ from tiny_models import check_greedy, random_prompt, tiny_model
 WINDOW = BlockWindow(32, BLOCK)
 TOKEN_BYTES = 3 * 2 * 2 * 16 * 4  # layers, planes, KV heads, head size, fp32
 LONG = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
-
-
-def most_held(node: Node) -> list[int]:
-    """The most blocks that are held at once, written down from now on."""
-    state, most = node.process.logic.scheduler.state, [0]
-    slide = state.kv.slide
-
-    def noted(requests):  # type: ignore[no-untyped-def]
-        slide(requests)
-        most[0] = max(most[0], state.pool.num_blocks - state.pool.num_free)
-
-    state.kv.slide = noted  # type: ignore[method-assign]
-    return most
 
 
 def test_a_pair_hands_over_the_last_window_alone() -> None:
