@@ -229,7 +229,8 @@ class BlockPool:
         if not self.enable_caching or self._hash_of[block_id] is not None:
             return False
         if (known := self._block_of.get(block_hash)) is not None:
-            if self.windows.is_whole(block_id) and not self.windows.is_whole(known):
+            is_better = self.windows.is_whole(block_id) and not self.windows.is_whole(known)
+            if is_better and not self._publication.awaits(block_hash):
                 self._put_in_place_of(known, block_id, block_hash, NO_STEP if step is None else step)
             return False
         if not self._tree.add(block_hash, parent):

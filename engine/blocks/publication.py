@@ -36,8 +36,9 @@ class BlockPublication:
             self._awaiting.setdefault(step, []).append(block_hash)
 
     def rewritten(self, block_hash: bytes, step: int) -> None:
-        """Notes that a cached block's content is in another one from now on, whose last token `step` writes."""
-        if step > self._newest_completed and block_hash not in self._step_of:
+        """Notes that a published block's content is in another one from now on, whose last token `step` writes."""
+        assert block_hash not in self._step_of, "others would take what is not written yet for what was told"
+        if step > self._newest_completed:
             self._step_of[block_hash] = step
             self._awaiting.setdefault(step, []).append(block_hash)
             self._rewritten.add(block_hash)

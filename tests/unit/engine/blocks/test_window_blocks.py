@@ -128,6 +128,25 @@ def test_a_block_that_takes_anothers_place_is_others_once_its_step_has_run() -> 
     pool.check_integrity()
 
 
+def test_a_block_that_a_step_still_writes_keeps_its_place() -> None:
+    """What comes later would else be found, and copied, when the first one's step has run."""
+    pool = pool_of(9)
+    first, again = pool.allocate(1), pool.allocate(1)
+    assert first is not None
+    assert again is not None
+    pool.step_launched(7)
+    pool.register(first[0], name(0), None, 7)
+    pool.windows.pass_by(first, 7)
+    pool.windows.reuse(pool.windows.of(first[0])[0])
+    pool.step_launched(8)
+    pool.register(again[0], name(0), None, 8)
+    assert pool.match_prefix([name(0)]) == first
+    pool.step_completed(7)
+    assert pool.is_published(name(0))
+    assert pool.block_hash(again[0]) is None
+    pool.check_integrity()
+
+
 def test_what_is_near_its_end_is_named_by_its_block() -> None:
     """So it is saved whole before the first of its window blocks is reused."""
     pool = pool_of(9)
