@@ -64,13 +64,20 @@ class ServedAdapters:
         self._loaded: NodeAnswers[AdapterLoaded] = NodeAnswers()  # by stamp
         self._known: NodeAnswers[AdaptersKnown] = NodeAnswers()  # by the number of the change
         self._num_changes = 0
+        self._greeted: dict[int, NodeKey] = {}  # who was asked what it knows of names, by number
+        self._has_heard = False  # whether any has answered
 
     # --- what is there ----------------------------------------------------------------------------------------
 
     def is_unread(self, name: str) -> bool:
-        """Whether `name` is a listed adapter of which no node has said yet what it holds."""
+        """Whether `name` is a listed adapter of which no node has said yet what it holds, or may be a loaded one of
+        which no node has told yet: of several processes on one port one may be late."""
+        if self._table.find(name) is not None:
+            return False
         path = self._listed.get(name)
-        return path not in (None, *self._digests, *self._problems) and self._table.find(name) is None
+        if path is None:
+            return self.is_enabled and not self._has_heard
+        return path not in (*self._digests, *self._problems)
 
     def find(self, name: str) -> AdapterRef | None:
         """The adapter of that name; None: there is none. Raises UnavailableError for one that no node has read yet, and
@@ -133,18 +140,22 @@ class ServedAdapters:
     def node_up(self, node: NodeKey) -> None:
         if not self.is_enabled:
             return
-        self._tell(node, Adapters(entries=self._table.entries))
+        self._num_changes += 1
+        self._greeted[self._num_changes] = node
+        self._tell(node, Adapters(entries=self._table.entries, ask=self._num_changes))
         for path in dict.fromkeys(self._listed.values()):
             self._tell(node, LoadAdapter(path=path, stamp=LISTED))
 
     def node_lost(self, node: NodeKey) -> None:
         self._loaded.lost(node)
         self._known.lost(node)
+        self._greeted = {number: other for number, other in self._greeted.items() if other != node}
 
     def on_message(self, node: NodeKey, message: AdapterLoaded | Adapters | AdaptersKnown) -> None:
         if isinstance(message, AdapterLoaded):
             self._on_loaded(node, message)
         elif isinstance(message, AdaptersKnown):
+            self._has_heard |= self._greeted.pop(message.ask, None) is not None
             self._known.settle(node, message.ask, message)
         else:
             self._table.merge(message.entries)

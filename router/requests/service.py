@@ -125,7 +125,8 @@ class CompletionService:
         return self.facts()
 
     def _lacks(self, name: str | None) -> bool:
-        return self.cluster.model.facts is None or (name is not None and self.cluster.adapters.is_unread(name))
+        facts = self.cluster.model.facts
+        return facts is None or (name is not None and name not in facts.names and self.cluster.adapters.is_unread(name))
 
     async def plan(self, raw: bytes, tenant: Tenant) -> tuple[CompletionBody, list[PromptPlan]]:
         """Validates and tokenizes a body of /v1/completions. Raises InvalidRequestError, ModelNotFoundError,

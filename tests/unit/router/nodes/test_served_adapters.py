@@ -185,3 +185,25 @@ def test_a_node_without_adapters_says_so() -> None:
     assert isinstance(answer, AdapterLoaded)
     assert (to, answer.digest) == (ROUTERS[0], b"")
     assert "--enable-lora" in answer.problem
+
+
+def test_a_name_that_no_node_has_told_of_yet_may_be_an_adapters() -> None:
+    """A process that comes late has a node, and so serves, before it has heard what others have loaded."""
+    world = World()
+    load(world)
+    world.b._table = type(world.b._table)()  # as in a process that was not there
+    world.slow[ROUTERS[1]] = []
+    world.b.node_up(NODES[0])
+    assert world.b.find("x") is None
+    assert world.b.is_unread("x")
+    assert world.b.is_unread("y")
+    for node, told in world.slow.pop(ROUTERS[1]):
+        world.b.on_message(node, told)
+    assert world.b.find("x") == AdapterRef("/x", b"digest")
+    assert not world.b.is_unread("x")
+    assert not world.b.is_unread("y"), "nobody knows it"
+
+
+def test_where_no_adapters_are_served_no_name_may_be_ones() -> None:
+    adapters = ServedAdapters(LoraOptions(), lambda node, message: True, lambda: NODES)
+    assert not adapters.is_unread("x")
