@@ -197,7 +197,7 @@ class NodeProcess:
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        announce(self.info, self.loaded, self.pool.num_blocks // self.pool.cost(1), self.options.compile, self.launcher)
+        announce(self.info, self.loaded, self.pool, self.options.compile, self.launcher)
         code = self.run()
         if code:
             end_process("the engine failed")

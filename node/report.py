@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 
+from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVLayout
@@ -66,9 +67,10 @@ def describe(
     )
 
 
-def announce(info: NodeInfo, loaded: LoadedModel, num_blocks: int, is_compiled: bool, launcher: LauncherPipe) -> None:
-    """Says that the node serves: in the log and, where one waits for it, down the pipe to the launcher. `num_blocks`
-    have their window blocks, where blocks have such."""
+def announce(info: NodeInfo, loaded: LoadedModel, pool: BlockPool, is_compiled: bool, launcher: LauncherPipe) -> None:
+    """Says that the node serves: in the log and, where one waits for it, down the pipe to the launcher. Blocks are
+    counted with their window blocks, where they have such."""
+    num_blocks = pool.windows.most(pool.num_blocks)
     logger.info(
         "%s serves %s at %s: %d KV blocks of %d tokens on %s, attention by %s",
         info.node_id,

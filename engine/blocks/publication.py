@@ -32,16 +32,18 @@ class BlockPublication:
         if step <= self._newest_completed:
             self._events.append(BlockEvent(block_hash, stored=True))
         else:
-            self._step_of[block_hash] = step
-            self._awaiting.setdefault(step, []).append(block_hash)
+            self._await(block_hash, step)
 
     def rewritten(self, block_hash: bytes, step: int) -> None:
         """Notes that a published block's content is in another one from now on, whose last token `step` writes."""
         assert block_hash not in self._step_of, "others would take what is not written yet for what was told"
         if step > self._newest_completed:
-            self._step_of[block_hash] = step
-            self._awaiting.setdefault(step, []).append(block_hash)
+            self._await(block_hash, step)
             self._rewritten.add(block_hash)
+
+    def _await(self, block_hash: bytes, step: int) -> None:
+        self._step_of[block_hash] = step
+        self._awaiting.setdefault(step, []).append(block_hash)
 
     def removed(self, block_hash: bytes) -> None:
         was_told = self._step_of.pop(block_hash, None) is None or block_hash in self._rewritten

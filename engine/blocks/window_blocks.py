@@ -42,6 +42,10 @@ class WindowBlocks:
     def is_whole(self, block_id: int) -> bool:
         return not self.num_each or block_id in self._of
 
+    def most(self, num: int) -> int:
+        """How many blocks with all their window blocks `num` blocks make at most."""
+        return num // (1 + self.num_each)
+
     def owner(self, block_id: int) -> int | None:
         """The block whose window block this is; None: it is nobody's."""
         return self._owner_of.get(block_id)

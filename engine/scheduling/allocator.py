@@ -37,7 +37,7 @@ class KVAllocator:
         """`most_row_tokens`: how many tokens of a request a step computes at most."""
         self.pool = pool
         self._most_held = pool.window.most_held(most_row_tokens)
-        self.most_blocks = pool.num_blocks // pool.cost(1)  # of a sequence, so that it fits with all window blocks
+        self.most_blocks = pool.windows.most(pool.num_blocks)  # of a sequence, so that it fits with all window blocks
         self.seconds, self._now = 0.0, now
         self.block_size = hasher.block_size
         self._hasher = hasher

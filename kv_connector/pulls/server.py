@@ -125,7 +125,7 @@ class PullServer:
                 break
             complete.append(block_id)
         spare = self._pool.reservations.num_spare(question)
-        num = min(len(complete), max(0, spare) // self._pool.cost(1))  # the rest is not offered
+        num = min(len(complete), self._pool.windows.most(max(0, spare)))  # the rest is not offered
         blocks = self._pool.windows.usable([*found[:first], *complete[:num]])[first:]
         if not blocks:
             self._refuse(question.sender, question.pull, outcomes.BUSY if complete else outcomes.NOT_CACHED)

@@ -75,7 +75,7 @@ class HostTier:
         """Starts a load; returns, for each layer, the event after which that layer of the blocks is there. Does not
         wait for a copy. Not with ranks, of which rank 0 alone would wait for these events."""
         assert self._ranks is None, "loads of several ranks come before their step"
-        pairs = [(place, block_id) for block_id, place in self._pairs(load)]
+        pairs = self._load_pairs(load)
         groups = self._groups
         events: list[LoadEvent] = []
         self.counters["tier_loaded_bytes"] += len(pairs) * self._place_bytes
@@ -104,7 +104,7 @@ class HostTier:
         return ()
 
     def _load(self, job: Load) -> tuple[bytes, ...]:
-        pairs = [(place, block_id) for block_id, place in self._pairs(job)]
+        pairs = self._load_pairs(job)
         with _waited_for(self._load_stream):
             self._restore(pairs)
         self.counters["tier_loaded_bytes"] += len(pairs) * self._place_bytes
@@ -119,6 +119,10 @@ class HostTier:
             for block_id, window_ids, slot in listed
             for index, moved in enumerate((block_id, *window_ids))
         ]
+
+    def _load_pairs(self, job: Load) -> list[tuple[int, int]]:
+        """The same the other way round: (place on the host, block)."""
+        return [(place, block_id) for block_id, place in self._pairs(job)]
 
     def _store(self, pairs: Pairs) -> None:
         """Copies blocks `pairs[i][0]` of the device into places `pairs[i][1]`."""

@@ -60,6 +60,7 @@ class WriteBack:
         self._kept = kept
         self.counters = WriteBackCounters()
         self._pool, self._host, self._disk = pool, host, disk
+        self._tiers = (host,) if disk is None else (host, disk)
         self._tell = tell
         self._batch = batch_blocks
         self._unsaved: dict[bytes, None] = {}  # published blocks that only the device pool has
@@ -178,20 +179,22 @@ class WriteBack:
             block_id = self._pool.find(block_hash)
             assert block_id is not None
             window_ids = self._pool.windows.of(block_id)
-            generations = tuple(map(self._pool.generation, (block_id, *window_ids)))
-            taken.append((block_hash, block_id, slot, generations, window_ids))
+            taken.append((block_hash, block_id, slot, self._generations(block_id, window_ids), window_ids))
         if taken:
             hashes, block_ids, slots, every_generation, every_window = zip(*taken, strict=True)
             self._saving = True
             self._jobs.append(Save(hashes, block_ids, slots, every_generation, self._num_flushes, every_window))
 
+    def _generations(self, block_id: int, window_ids: Sequence[int]) -> tuple[int, ...]:
+        return tuple(map(self._pool.generation, (block_id, *window_ids)))
+
     def _should_be_saved(self, block_hash: bytes) -> bool:
         """Whether a block of the pool is nowhere below, or only without the window blocks that it has here."""
         if block_hash in self._unsaved or not self._pool.windows.num_each:
             return block_hash in self._unsaved and block_hash not in self._host
-        known, below = self._pool.find(block_hash), [self._host, *([] if self._disk is None else [self._disk])]
+        known = self._pool.find(block_hash)
         is_better = known is not None and self._pool.windows.is_whole(known)
-        return is_better and all(tier.may_go(block_hash) and not tier.is_whole(block_hash) for tier in below)
+        return is_better and all(tier.may_go(block_hash) and not tier.is_whole(block_hash) for tier in self._tiers)
 
     def _drop_below(self, block_hash: bytes) -> None:
         """Drops copies without window blocks, in whose place one with them comes."""
@@ -206,8 +209,8 @@ class WriteBack:
 
     def is_only_way(self, block_hash: bytes) -> bool:
         """Whether the tiers have what is reached through this block, and not the block."""
-        tiers = (self._host,) if self._disk is None else (self._host, self._disk)
-        return any(tier.has_children(block_hash) for tier in tiers) and not any(t.is_ready(block_hash) for t in tiers)
+        leads_on = any(tier.has_children(block_hash) for tier in self._tiers)
+        return leads_on and not any(tier.is_ready(block_hash) for tier in self._tiers)
 
     def _spill(self, is_idle: bool) -> None:
         """Spills blocks of the host pool to disk, chosen in the same way."""
@@ -252,7 +255,7 @@ class WriteBack:
     def _on_saved(self, job: Save, bad: Iterable[bytes]) -> None:
         for index, (block_hash, block_id) in enumerate(zip(job.hashes, job.block_ids, strict=True)):
             window_ids = job.window_ids[index]
-            now = tuple(map(self._pool.generation, (block_id, *window_ids)))
+            now = self._generations(block_id, window_ids)
             is_torn = now[0] != job.generations[index][0]
             is_whole = len(window_ids) == self._pool.windows.num_each and now == job.generations[index]
             self.counters.saves_torn += is_torn
@@ -265,14 +268,14 @@ class WriteBack:
     def _on_spilled(self, job: Spill, bad: Iterable[bytes]) -> None:
         assert self._disk is not None
         self._host.unpin(job.hashes)
-        for block_hash in job.hashes:
+        for block_hash, is_whole in zip(job.hashes, job.are_whole, strict=True):
             self._unspilled.pop(block_hash, None)
             if block_hash in bad:  # is not tried again: the disk may stay full for long
                 self.counters.spills_failed += 1
                 self._disk.remove(block_hash)
             else:
                 self.counters.spills += 1
-                self._disk.commit(block_hash, self._host.is_whole(block_hash))
+                self._disk.commit(block_hash, is_whole)
                 self._tell(BlockEvent(block_hash, True, "disk"))
 
     def check_integrity(self) -> None:

@@ -44,13 +44,7 @@ def test_a_pair_hands_over_the_last_window_of_layers_that_slide(way: str) -> Non
         assert again.failed is None, again.failed
         assert again.num_cached_tokens > 700
         check_greedy(model, prompt + result.output() + random_prompt(90, seed=4), again.output(), LONG.max_tokens)
-        several = pair.run(prompt, changed(SAMPLED, max_tokens=30), samples=(0, 1, 2))
-        alone = pair.client.submit(
-            "alone", prompt, changed(SAMPLED, max_tokens=30), decode=pair.decode.info, samples=(0, 1, 2)
-        )
-        pair.client.wait(alone)
-        outputs = [[each.output(sample) for sample in (0, 1, 2)] for each in (several, alone)]
-        assert outputs[0] == outputs[1]
+        pair.check_samples(prompt, changed(SAMPLED, max_tokens=30))
         pair.check_whole()
 
 
@@ -60,9 +54,7 @@ def test_families_that_transformers_computes(kind: str) -> None:
     with make_pair("local", model=model, prefill={"chunk": 64}) as pair:
         assert pair.decode.process.pool.windows.num_each > 0
         result = pair.run(prompt, GREEDY)
-        alone = pair.client.submit("alone", prompt, GREEDY, decode=pair.decode.info)
-        pair.client.wait(alone)
-        for each in (result, alone):
+        for each in (result, pair.run_alone(prompt, GREEDY)):
             assert each.failed is None, each.failed
             check_greedy(model, prompt, each.output(), GREEDY.max_tokens)
         layout = pair.decode.process.loaded.layout

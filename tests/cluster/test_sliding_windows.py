@@ -32,13 +32,7 @@ def test_a_pair_hands_over_the_last_window_alone() -> None:
             assert pair.pushed_bytes == (700 - passed) * TOKEN_BYTES
             assert held[0] <= WINDOW.num_tokens // block_size + 2
             if block_size == BLOCK:
-                several = pair.run(prompt, changed(SAMPLED, max_tokens=30), samples=(0, 1, 2))
-                alone = pair.client.submit(
-                    "alone", prompt, changed(SAMPLED, max_tokens=30), decode=pair.decode.info, samples=(0, 1, 2)
-                )
-                pair.client.wait(alone)
-                outputs = [[each.output(sample) for sample in (0, 1, 2)] for each in (several, alone)]
-                assert outputs[0] == outputs[1]
+                pair.check_samples(prompt, changed(SAMPLED, max_tokens=30))
             pair.check_whole()
 
 

@@ -71,6 +71,20 @@ class Pair:
         self.client.wait(result)
         return result
 
+    def run_alone(self, prompt: list[int], sampling: SamplingParams, **options: object) -> Result:
+        """By the decode node, which computes the prompt itself."""
+        name, alone = next(self._names), self.decode.info
+        result = self.client.submit(name, prompt, sampling, decode=alone, **options)  # type: ignore[arg-type]
+        self.client.wait(result)
+        return result
+
+    def check_samples(self, prompt: list[int], sampling: SamplingParams) -> None:
+        """Three samples of a prompt are the same whether the prefill node computes it or not."""
+        samples = (0, 1, 2)
+        both = [run(prompt, sampling, samples=samples) for run in (self.run, self.run_alone)]
+        outputs = [[result.output(sample) for sample in samples] for result in both]
+        assert outputs[0] == outputs[1]
+
     def until(self, condition: Callable[[], bool]) -> None:
         self.client.until(condition)
 

@@ -78,7 +78,7 @@ class WorkReporter:
             num_streams=len(streams),
             step_s=step_s + stream_s * sum(r.num_tokens for r in streams),
             stream_s_per_token=stream_s,
-            free_tokens=min(state.pool.num_free // state.pool.cost(1) * state.block_size, MOST_COUNT),
+            free_tokens=min(state.pool.windows.most(state.pool.num_free) * state.block_size, MOST_COUNT),
             targets=state.targets,
             prompt_share=min(1.0, self._worked_lately() / LATELY_S),
             least_step_s=step_s,
