@@ -89,14 +89,16 @@ class NodeLoop:
         ends_at: Callable[[], float] = lambda: 0.0,
         counters: Callable[[], dict[str, float]] = dict,
         beside: EngineCore | None = None,
+        may_end: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`inbox`: events from any thread. `board`: where other threads look. `handlers`: by an event's type, what
-        takes it in place of the logic. `is_urgent`: which events are served while two launched steps are unread; None:
-        that is not looked for. Events keep their order: one that is not urgent holds up those behind it. `launch_at`:
-        until when the next step need not be decided while one runs; the later it is, the more is known of what waits.
-        `times`: is told what the loop does. `ends_at`: when the running step is expected to end. `counters`: those of
-        the process around the logic, for its status. `beside`: a second engine for few requests, which has a step after
-        each of the first one's."""
+        """`inbox`: events from any thread; None only wakes. `board`: where other threads look. `handlers`: by an
+        event's type, what takes it in place of the logic. `is_urgent`: which are served while two launched steps are
+        unread; None: that is not looked for. Events keep their order: one that is not urgent holds up those behind it.
+        `launch_at`: until when the next step need not be decided while one runs; the later it is, the more is known of
+        what waits. `times`: is told what the loop does. `ends_at`: when the running step is expected to end.
+        `counters`: those of the process around the logic, for its status. `beside`: a second engine for few requests,
+        which has a step after each of the first one's. `may_end`: whether nobody needs this node any more, asked once
+        it is drained."""
         self._logic = logic
         self._core = core
         self._inbox = inbox
@@ -110,6 +112,7 @@ class NodeLoop:
         self._times = times
         self._counters = counters
         self._beside = beside
+        self._may_end = may_end
         self._held_up: list[object] = []  # the event, if any, that comes before those of the inbox
         self._drain_deadline: float | None = None
         self._stopping = False
@@ -141,9 +144,13 @@ class NodeLoop:
             self._count_busy(now, launched)
             self._write_outbox()
             self._end_turn(launched)
-            if self._drain_deadline is not None and (self._logic.is_empty or now > self._drain_deadline):
+            if self._drain_deadline is not None and (self._is_done or now > self._drain_deadline):
                 self._stopping = True
         self._write_outbox()
+
+    @property
+    def _is_done(self) -> bool:
+        return self._logic.is_empty and not self._core.inflight and self._may_end()
 
     def _step(self) -> bool:
         self._read = None
@@ -215,6 +222,8 @@ class NodeLoop:
                 event = self._inbox.get(timeout=min(max(STEP_POLL_S, early), LOOK_S))
             except queue.Empty:
                 continue
+            if event is None:
+                continue
             if is_urgent(event):
                 self._charge("device")
                 self._dispatch(event, time.monotonic())
@@ -224,7 +233,11 @@ class NodeLoop:
                 self._held_up.append(event)
 
     def _hold_launch(self, launch_at: Callable[[], float]) -> None:
-        while self._core.device_is_busy and not self._stopping and (wait := launch_at() - time.monotonic()) > 0:
+        while (
+            self._core.device_is_busy
+            and not (self._stopping or self._core.is_behind)
+            and (wait := launch_at() - time.monotonic()) > 0
+        ):
             self._write_outbox()  # what was said by now does not wait for the next event
             self._read_inbox(min(wait, HOLD_POLL_S))
 
@@ -259,6 +272,8 @@ class NodeLoop:
             self._drain_deadline = now + self._drain_s
             self._logic.drain()
             self._next_status = 0.0  # so that whoever places requests here knows at once
+        elif event is None:
+            return
         elif handler := self._handlers.get(type(event)):
             handler(event)
         else:

@@ -71,6 +71,7 @@ from tandem.node.precise.engine import make_precise_kv, precise_layout, raises_p
 from tandem.node.profiling.diary import NodeDiary
 from tandem.node.profiling.profiler import NodeProfiler, ProfileAsked, ReportMade
 from tandem.node.profiling.report import ProfiledNode
+from tandem.node.ranks.expert_groups import make_group_steps
 from tandem.node.ranks.leader import adapter_source, start_ranks
 from tandem.node.report import announce, describe, node_counters
 from tandem.node.serving import ServingNode
@@ -157,6 +158,7 @@ class NodeProcess:
         self.media = make_media_slots(self.loaded.model.media_encoder, num_slots, media_bytes, self.loaded.device)
         self.quality = make_kv_quality(self.loaded.model, options, self.media)
         self.runner = self._make_runner(memory)
+        self.together = make_group_steps(self.loaded.model.expert_group, self.runner)
         self.precise = make_precise_kv(self.loaded, options, self.grammars)
         self.drafting = make_drafting(loaded.draft, options, num_blocks, self.runner, self._clock)
         self.control = self._make_control(sockets)
@@ -205,6 +207,8 @@ class NodeProcess:
 
     def start(self) -> None:
         """Starts the other threads; from here on peers may connect."""
+        if self.together is not None:
+            self.together.begin(lambda: self._inbox.put(None))
         self.loop.report()
         self.transfer.start()
         self.control.start()
@@ -217,8 +221,8 @@ class NodeProcess:
             self.loop.run()
         except Exception as error:
             logger.exception("the engine failed; this node's epoch ends")
-            if self.ranks is not None:
-                end_process(error)  # at once: their devices may wait for a part of a step that never comes
+            if self.ranks is not None or self.together is not None:
+                end_process(error)  # at once: others' devices may wait for a part of a step that never comes
             self._close()
             return 1
         self._close()
@@ -300,15 +304,15 @@ class NodeProcess:
             self._clock.ends_at,
             self._counters,
             None if self.precise is None else self.precise.core,
+            (lambda: True) if self.together is None else self.together.leave,
         )
 
     def _make_core(self) -> EngineCore:
         find = partial(saturated_blocks, self.runner.pool) if raises_precision(self.loaded, self.options) else None
-        return EngineCore(self.logic.scheduler, self.runner, find_saturated=find)
+        return EngineCore(self.logic.scheduler, self.runner, True, find, self.together)
 
     def _context(self) -> NodeContext:
         tiers: LowerTiers = NoTiers() if self.tiers is None else self.tiers.manager
-        replays = self.loaded.replays_graphs and self.ranks is None
         return NodeContext(
             self.options,
             self.info,
@@ -317,7 +321,7 @@ class NodeProcess:
             self.loaded,
             self._clock,
             tiers,
-            REPLAYED_TOKENS if replays else 0,
+            REPLAYED_TOKENS if self.loaded.replays_graphs and self.ranks is None else 0,
             self.transports.is_settled,
             None if self.precise is None else self.precise.scheduler,
             self._diary.stories.chunks,
@@ -408,10 +412,8 @@ class NodeProcess:
             self._delivery.close()
             self.transfer.stop(2.0)
             self._diary.close()
-            if self.tiers is not None:
-                self.tiers.close()
-            self.transports.close()
-            if self.ranks is not None:
-                self.ranks.close()
+            for part in (self.tiers, self.transports, self.together, self.ranks):
+                if part is not None:
+                    part.close()
         except Exception:  # of whatever kind: the process must end all the same
             logger.exception("closing failed")

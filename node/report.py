@@ -57,6 +57,7 @@ def describe(
         identity=loaded.identity,
         layout=layout,
         num_ranks=options.tensor_parallel_size,
+        group_size=1 if loaded.model.expert_group is None else loaded.model.expert_group.size,
         model_name=loaded.served_name,
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.config.vocab_size,

@@ -30,6 +30,7 @@ from tandem.engine.scheduling.speculation.options import PromptLookup, read_spec
 from tandem.node.drafting.engine import LoadedDraft, load_draft
 from tandem.node.drafting.heads import LoadedHead, load_head
 from tandem.node.precise.another_cache import OverAnotherCache
+from tandem.node.ranks.expert_groups import check_expert_group, join_expert_group
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ def load(
     folder = resolve_model(options.model.model, options.model.revision)
     config = load_config(folder, options.model)
     _check_options(options, config, has_ranks=membership is not None)
+    check_expert_group(options, config)
     max_model_len, cache = options.model.max_model_len or config.max_model_len, options.cache
     device = choose_device(options)
     num_ranks = 1 if membership is None else membership.shard.size
@@ -120,8 +122,11 @@ def load(
     kept = choose_kv_encoding(cache, dtype, device, config.num_layers)
     shard = None if membership is None else membership.shard
     layout = make_layout(config, cache.block_size, kept.dtype, shard, kept.scales)
-    group = None if membership is None else _join(membership, options, config.hidden_size, dtype, device)
-    model = load_chosen(folder, config, options.model, device, dtype, options.attention_backend, group, on_loaded)
+    most = _most_rows(options, device)
+    group = None if membership is None else TensorParallel.join(membership, device, most, config.hidden_size, dtype)
+    experts = join_expert_group(options, device, most)
+    parts = folder, config, options.model, device, dtype, options.attention_backend
+    model = load_chosen(*parts, group, on_loaded, experts)
     if cache.calculate_kv_scales:
         layout = _with_measured_scales(layout, model, config, options, max_model_len, device, dtype)
     layout = _with_windows(layout, model, options)
@@ -161,12 +166,10 @@ def _check_options(options: NodeOptions, config: ModelShape, has_ranks: bool) ->
         raise ConfigError(f"--tensor-parallel-size: {architecture} has an encoder, and runs on one GPU")
 
 
-def _join(
-    membership: Membership, options: NodeOptions, hidden_size: int, dtype: torch.dtype, device: torch.device
-) -> TensorParallel:
+def _most_rows(options: NodeOptions, device: torch.device) -> int:
+    """Of a step."""
     scheduler = with_device_defaults(options, device).scheduler
-    max_rows = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    return TensorParallel.join(membership, device, max_rows, hidden_size, dtype)
+    return max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
 
 
 def _make_adapters(

@@ -129,7 +129,6 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     # change nothing at these values, and are refused at others
     "tokenizer_mode": _refused(_OWN_TOKENIZER, "auto", "fast", "hf"),
     "pipeline_parallel_size": _refused("layers are not spread over GPUs; --tensor-parallel-size spreads each", "1"),
-    "data_parallel_size": _refused("start a cluster of several nodes: --prefill N --decode M", "1"),
     "cpu_offload_gb": _refused("weights stay on the GPU; --host-tier-bytes takes KV to host memory", "0", "0.0"),
     "runner": _refused("what a model can do is read off it", "auto", "generate"),
     "task": _refused("what a model can do is read off it", "auto", "generate"),
@@ -145,7 +144,8 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "stream_interval": _refused("every token is an event as soon as it is there", "1"),
     "decode_context_parallel_size": _refused("a sequence's KV stays on one node", "1"),
     "prefill_context_parallel_size": _refused("a prompt is computed by one node", "1"),
-    "data_parallel_size_local": _refused("start a cluster of several nodes: --prefill N --decode M", "1"),
+    "data_parallel_size_local": _refused("all nodes of --data-parallel-size are on one host", "1"),
+    "data_parallel_backend": _refused("nodes are processes of one host", "mp"),
     # refused
     "tokenizer": _refused(f"{_OWN_TOKENIZER}; put another one there"),
     "tokenizer_revision": _refused(_OWN_TOKENIZER),

@@ -1,4 +1,4 @@
-"""Plans the children of `tandem serve` and their command lines. Pure, but for counting GPUs."""
+"""Plans the children of `tandem serve` and their command lines. Pure, but for counting GPUs and finding ports."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from tandem.deploy.command_line.flags import to_arguments, to_environment
 from tandem.deploy.options import NODE_OPTIONS, ROUTER_OPTIONS, Values, select
+from tandem.deploy.redis_server import free_port
 from tandem.engine.contracts.errors import ConfigError
 
 NODES, ROUTER = 0, 1  # stages
@@ -63,6 +64,8 @@ def plan_on_ray(values: Mapping[str, Any]) -> list[ChildPlan]:
     """Nodes on the hosts of a Ray cluster, each with what Ray gives it; a router here and `ray_routers` there, the i-th
     on `--port` + i, since two may share a host. All discover nodes through Redis."""
     values = _placed(values)
+    if _group_size(values) > 1:
+        raise ConfigError("--data-parallel-size with --enable-expert-parallel: on one host alone; leave --ray out")
     plans = _plan_nodes(_roles(values), values, is_local=False)
     plans.append(_child("router", ROUTER, "router", ROUTER_OPTIONS, values))
     for index in range(1, values.get("ray_routers", 0) + 1):
@@ -80,7 +83,23 @@ def plan_one_more(role: str, index: int, values: Mapping[str, Any]) -> ChildPlan
 
 def _roles(values: Mapping[str, Any]) -> list[str]:
     kinds = (("prefill", "prefill"), ("decode", "decode"), ("elastic", "unified"))
-    return [role for option, role in kinds for _ in range(values.get(option, 0))]
+    roles = [role for option, role in kinds for _ in range(values.get(option, 0))] or ["unified"]
+    return [role for role in roles for _ in range(values.get("data_parallel_size", 1))]
+
+
+def _group_size(values: Mapping[str, Any]) -> int:
+    """How many nodes share experts out; neighbours do."""
+    size: int = values.get("data_parallel_size", 1)
+    return size if values.get("enable_expert_parallel") else 1
+
+
+def _places_in_groups(num_nodes: int, values: Mapping[str, Any]) -> list[Values]:
+    """The options that give each node its place among those with which it shares experts out."""
+    size, given = _group_size(values), values.get("data_parallel_rpc_port", 0)
+    if size == 1:
+        return [{"data_parallel_size": 1}] * num_nodes
+    ports = [given + group if given else free_port() for group in range(num_nodes // size)]
+    return [{"data_parallel_rank": i % size, "data_parallel_rpc_port": ports[i // size]} for i in range(num_nodes)]
 
 
 def _placed(values: Mapping[str, Any]) -> Values:
@@ -92,11 +111,14 @@ def _placed(values: Mapping[str, Any]) -> Values:
 def _plan_nodes(roles: list[str], values: Mapping[str, Any], is_local: bool = True) -> list[ChildPlan]:
     num_gpus = count_gpus() if is_local and values.get("device") != "cpu" else 0
     plans, ranks = [], [num_ranks(role, values) for role in roles]
+    places = _places_in_groups(len(roles), values)
+    if _group_size(values) > 1 and 0 < num_gpus < len(roles):
+        raise ConfigError(f"{len(roles)} nodes that share experts out take a GPU each, and {num_gpus} are visible")
     for index, role in enumerate(roles):
         own = {name: value for name, value in values.items() if name not in _NOT_FOR_NODES}
         if is_local:
             own |= share_of_machine(index, ranks, num_gpus, os.cpu_count() or 1, own)
-        own["tensor_parallel_size"] = ranks[index]
+        own |= {"tensor_parallel_size": ranks[index], **places[index]}
         name, command = f"{role}-{index - roles.index(role)}", role
         if role != "unified" and not values.get("fixed_roles", True):
             command, own["leaning"] = "unified", role

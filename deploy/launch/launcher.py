@@ -54,7 +54,7 @@ def serve(values: Mapping[str, Any]) -> int:
     num_prefill, num_decode, num_all = (values.get(name, 0) for name in ("prefill", "decode", "elastic"))
     if not num_all and (num_prefill > 0) != (num_decode > 0):
         raise ConfigError("--prefill and --decode go together: a local cluster needs at least one node of each")
-    is_cluster = num_prefill + num_decode + num_all > 0
+    is_cluster = num_prefill + num_decode + num_all > 0 or values.get("data_parallel_size", 1) > 1
     if not values.get("ray") and any(values.get(f"{pool}_max") for pool, _ in POOLS):
         raise ConfigError("pools change their size on a Ray cluster (--ray); in Kubernetes: `tandem scale`")
     check_router(values)

@@ -226,6 +226,13 @@ class NodeOptions:
     enable_expert_parallel: Annotated[
         bool, "each GPU of a node holds whole experts of a mixture instead of a share of every expert"
     ] = False
+    data_parallel_size: Annotated[
+        Positive,
+        "nodes in place of one, each with a GPU and requests of its own; with --enable-expert-parallel they share out "
+        "the experts (docs/expert_groups.md)",
+    ] = 1
+    data_parallel_rank: Annotated[Count, "this node's place among those that share out experts, from 0"] = 0
+    data_parallel_rpc_port: Annotated[Port, "port of this host where such nodes meet; 0: `serve` chooses one"] = 0
     attention_backend: Annotated[str, "auto: the best that this machine has; or the name of one"] = "auto"
     compile: Annotated[bool, "have torch.compile make what a model computes between its layers' attention"] = False
     cuda_graphs: Annotated[bool, "replay captured graphs for decode steps"] = True

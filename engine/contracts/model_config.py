@@ -230,6 +230,7 @@ class MixtureConfig(msgspec.Struct, frozen=True, kw_only=True):
     shared_width: int = 0
     dense_layers: tuple[int, ...] = ()  # these have an MLP of `intermediate_size` instead
     held: tuple[int, int] | None = None  # the first expert of this rank, and the one after its last; None: all are its
+    exchanged: bool = False  # tokens go to the processes that have their experts, each of which has others' tokens, too
 
     @property
     def own(self) -> range:
@@ -238,8 +239,9 @@ class MixtureConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_folded(self) -> int:
-        """How many experts as wide as the others the shared columns make; 0: no whole number, or there are none."""
-        return 0 if self.shared_width % self.width else self.shared_width // self.width
+        """How many experts as wide as the others the shared columns make, to lie behind them; 0: no whole number, there
+        are none, or others' tokens come to those beside them."""
+        return 0 if self.exchanged or self.shared_width % self.width else self.shared_width // self.width
 
 
 class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):

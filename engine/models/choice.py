@@ -15,6 +15,7 @@ from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_config import ModelConfig, is_native, load_model_config
 from tandem.engine.contracts.weights.quantisation import made_fp8
 from tandem.engine.models.loader import load_model
+from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.parallel.sharding import Shard
 
@@ -64,10 +65,11 @@ def load_chosen(
     attention_backend: str = "auto",
     group: TensorParallel | None = None,
     on_loaded: Callable[[float], None] | None = None,
+    expert_group: ExpertGroup | None = None,
 ) -> DecoderModel | HFModel:
     """The model, as `load_model` or `load_hf_model` makes it. Raises CheckpointError, ConfigError."""
     if isinstance(config, ModelConfig):
-        return load_model(folder, config, options, device, dtype, attention_backend, group, on_loaded)
+        return load_model(folder, config, options, device, dtype, attention_backend, group, on_loaded, expert_group)
     from tandem.engine.models.hf.loader import load_hf_model
 
     return load_hf_model(folder, config, options, device, dtype, attention_backend, group, on_loaded)

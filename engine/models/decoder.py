@@ -24,6 +24,7 @@ from tandem.engine.models.layers.latents import LatentSelfAttention
 from tandem.engine.models.layers.self_attention import SelfAttention
 from tandem.engine.models.mixture_layer import MixtureOfExperts
 from tandem.engine.models.rope import RotaryEmbedding
+from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.api.attention import Attention
@@ -34,6 +35,13 @@ from tandem.kernels.products.adapter_rows import AdapterStack, UnaddedProduct
 from tandem.kernels.products.adapters import added
 from tandem.kernels.products.matmul import linear
 from tandem.kernels.products.rotary_attention import UpToAttention, WantedTokens
+
+
+def shard_of_model(group: TensorParallel | None, expert_group: ExpertGroup | None) -> Shard:
+    """What of a model is here."""
+    if expert_group is not None:
+        return expert_group.shard
+    return Shard() if group is None else group.shard
 
 
 class DecoderModel(nn.Module):
@@ -51,13 +59,15 @@ class DecoderModel(nn.Module):
         attention_backend: str = "auto",
         group: TensorParallel | None = None,
         scale_dtype: torch.dtype = torch.float16,
+        expert_group: ExpertGroup | None = None,
     ) -> None:
-        """`scale_dtype`: of the scales of weights of 4 bits."""
+        """`scale_dtype`: of the scales of weights of 4 bits. `expert_group`: the nodes that share its experts out."""
         super().__init__()
         self.config = config
-        self.group = group
+        self.group, self.expert_group = group, expert_group
+        self.shard = shard_of_model(group, expert_group)
         self.media_encoder: None = None  # it takes text alone
-        own = config if group is None else group.shard.config(config)
+        own = self.shard.config(config)
         first, last = (0, config.vocab_size) if group is None else group.shard.vocab(config)
         self._head_rows = slice(first, last) if config.tie_word_embeddings else slice(None)
         default = torch.get_default_dtype()
@@ -77,6 +87,7 @@ class DecoderModel(nn.Module):
             ranks = "" if group is None else "; take a smaller --tensor-parallel-size"
             quantise_layers(self.layers, config.quantisation, config.architecture, scale_dtype, device, ranks)
         allocate_parameters(self, device)
+        self._exchange(dtype)
         self.expert_counts = self._count_experts(device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -87,6 +98,16 @@ class DecoderModel(nn.Module):
         blocks = [module for module in self.modules() if isinstance(module, SelfAttention | LatentSelfAttention)]
         self.attention_layers: dict[str, Attention] = {block.layer_name: block.attention for block in blocks}
         self.guess_head: GuessHead | None = None
+
+    def _exchange(self, dtype: torch.dtype) -> None:
+        """Has mixtures exchange tokens with the other nodes of the group, if there is one."""
+        group, mixture = self.expert_group, self.config.mixture
+        if group is None or mixture is None:
+            return
+        group.open(self.config.hidden_size, mixture.top_k, mixture.num_experts, dtype)
+        for module in self.modules():
+            if isinstance(module, MixtureOfExperts):
+                module.exchange_in(group)
 
     def _count_experts(self, device: torch.device | str) -> torch.Tensor | None:
         """int32 [layers with experts, experts]: how many tokens chose each so far, counted by rank 0 (0 elsewhere)."""
@@ -116,7 +137,7 @@ class DecoderModel(nn.Module):
 
     def adapter_sites(self) -> tuple[Site, ...]:
         """The products that adapters may be added to, as this rank computes them."""
-        return decoder_sites(self.config, Shard(0, 1) if self.group is None else self.group.shard)
+        return decoder_sites(self.config, self.shard)
 
     def take_adapters(self, stacks: Mapping[str, AdapterStack]) -> None:
         """Makes projections add what rows' adapters say. `stacks`: by the names of their modules."""

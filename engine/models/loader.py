@@ -20,8 +20,9 @@ from tandem.engine.models.load_meter import LoadMeter
 from tandem.engine.models.mixture_layer import mixture_parts
 from tandem.engine.models.quantised_layers import part_rows
 from tandem.engine.models.weights import StoredTensor, check_weights
+from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.engine.parallel.group import TensorParallel
-from tandem.engine.parallel.sharding import Cut, Shard
+from tandem.engine.parallel.sharding import Cut
 
 
 def load_model(
@@ -33,8 +34,10 @@ def load_model(
     attention_backend: str = "auto",
     group: TensorParallel | None = None,
     on_loaded: Callable[[float], None] | None = None,
+    expert_group: ExpertGroup | None = None,
 ) -> DecoderModel:
-    """The model in `dtype` on `device`; with a group this rank's share, of which alone it reads the bytes.
+    """The model in `dtype` on `device`; with a group of either kind this process's share, of which alone it reads the
+    bytes.
 
     Files are checked by their headers before the first byte is copied, so a wrong folder fails at once. `on_loaded` is
     told the fraction of the tensors that is there, from 0 to 1. Raises CheckpointError for missing, unknown, misshapen
@@ -42,7 +45,7 @@ def load_model(
     """
     whole = DecoderModel(config, dtype, "meta", attention_backend)
     if options.load_format == "dummy":
-        model = DecoderModel(config, dtype, device, attention_backend, group)
+        model = DecoderModel(config, dtype, device, attention_backend, group, expert_group=expert_group)
         _fill_with_noise(model, whole)
         quantised_layers.fill_with_noise(model, whole, dtype, device)
         model.finish_loading()
@@ -58,8 +61,9 @@ def load_model(
     )
     if config.tie_word_embeddings and "lm_head.weight" in stored:
         _check_tied(stored)
-    model = DecoderModel(config, dtype, device, attention_backend, group, quantised_layers.scale_dtype(stored))
-    targets, shard = _own_targets(model), Shard(0, 1) if group is None else group.shard
+    scale_dtype = quantised_layers.scale_dtype(stored)
+    model = DecoderModel(config, dtype, device, attention_backend, group, scale_dtype, expert_group)
+    targets, shard = _own_targets(model), model.shard
     cuts = {name: shard.cut(name, config) for name in targets}
     layers = quantised_layers.layers_of(model)
     with LoadMeter(len(targets) + len(layers), on_loaded) as progress:
@@ -76,19 +80,19 @@ def load_model(
 
 def _fill_with_noise(model: DecoderModel, whole: DecoderModel) -> None:
     """Fills `model` with its share of the made-up weights of the `whole` one."""
-    config, group = model.config, model.group
-    if group is None:
+    config, shard = model.config, model.shard
+    if shard.is_whole:
         for name, parameter in model.named_parameters():
             fill_with_noise(name, parameter.data)
         return
     targets = _own_targets(model)
     for name, parameter in whole.named_parameters():
-        noise = torch.empty(parameter.shape, dtype=parameter.dtype, device=group.device)
+        noise = torch.empty(parameter.shape, dtype=parameter.dtype, device=model.embed_tokens.weight.device)
         fill_with_noise(name, noise)
         for part, tensor in _parts(name, noise, config).items():
             if part not in targets:
-                continue  # an expert of another rank
-            cut = group.shard.cut(part, config)
+                continue  # an expert of another process
+            cut = shard.cut(part, config)
             targets[part].copy_(tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start))
 
 
@@ -132,8 +136,7 @@ def targets_of(model: nn.Module, config: ModelConfig) -> dict[str, torch.Tensor]
 
 
 def _own_targets(model: DecoderModel) -> dict[str, torch.Tensor]:
-    group = model.group
-    return targets_of(model, model.config if group is None else group.shard.config(model.config))
+    return targets_of(model, model.shard.config(model.config))
 
 
 def _parts(name: str, parameter: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:

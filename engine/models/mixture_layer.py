@@ -13,6 +13,7 @@ from tandem.engine.contracts.model_config import MixtureConfig
 from tandem.engine.contracts.weights.quantisation import Quantisation
 from tandem.engine.models.layers.basic import Linear
 from tandem.engine.models.layers.mlp import MLP
+from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.experts.mixture import Stack, add_mixture, mixture, takes_few
@@ -91,9 +92,10 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = MLP(hidden_size, config.shared_width) if config.shared_width else None
         self.routing = Routing(
             config.top_k, renormalises=config.renormalises, scores=config.scores, groups=config.groups,
-            kept_groups=config.kept_groups, by_pairs=config.by_pairs, factor=config.factor, held=config.held,
-            shared=config.num_folded,
+            kept_groups=config.kept_groups, by_pairs=config.by_pairs, factor=config.factor,
+            held=None if config.exchanged else config.held, shared=config.num_folded,
         )  # fmt: skip
+        self._group: ExpertGroup | None = None
         self._has_exact_scores = config.exact_scores
         self._counts_X: torch.Tensor | None = None
 
@@ -114,28 +116,31 @@ class MixtureOfExperts(nn.Module):
             fill_part(stacks.down_proj, place, slice(own.down_proj.out_features), columns)
         self.shared_experts = None
 
+    def exchange_in(self, group: ExpertGroup) -> None:
+        """Has tokens go to the nodes of a group that have their experts, from now on."""
+        self._group = group
+
     def count_in(self, counts_X: torch.Tensor) -> None:
         """Has it be counted, int32, how many tokens each of all experts is chosen by, from now on."""
         self._counts_X = counts_X
 
-    def _tally(self, num_tokens: int) -> Tally | None:
-        """None where nothing is counted: tokens left out before a pass's last layer have no slots at hand."""
-        if self._counts_X is None or not isinstance(
-            metadata := get_forward_context().any_metadata(), AttentionMetadata
-        ):
-            return None
-        slots_T = metadata.slot_mapping
-        return Tally(self._counts_X, slots_T) if len(slots_T) == num_tokens else None
-
     def _chosen(self, logits_TX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return route(logits_TX, self.routing, self.gate.e_score_correction_bias, self._tally(len(logits_TX)))
+        slots_T = None if self._counts_X is None else _slots_of(len(logits_TX))
+        tally = None if self._counts_X is None or slots_T is None else Tally(self._counts_X, slots_T)
+        return route(logits_TX, self.routing, self.gate.e_score_correction_bias, tally)
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
         product = exact_logits if self._has_exact_scores else linear
         ids_Tk, weights_Tk = self._chosen(product(x_TE, self.gate.weight))
-        experts, num_experts = self.experts, len(self.gate.weight) + self.routing.shared
-        out_TE = mixture(x_TE, ids_Tk, weights_Tk, experts.gate_up_proj, experts.down_proj, num_experts=num_experts)
+        if self._group is None:
+            out_TE = self._own_mixture(x_TE, ids_Tk, weights_Tk)
+        else:
+            out_TE = self._group.mixture(x_TE, ids_Tk, weights_Tk, _slots_of(len(x_TE)), self._own_mixture)
         return out_TE if self.shared_experts is None else out_TE.add_(self.shared_experts(x_TE))
+
+    def _own_mixture(self, x_TE: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor) -> torch.Tensor:
+        experts, num_experts = self.experts, len(self.gate.weight) + self.routing.shared
+        return mixture(x_TE, ids_Tk, weights_Tk, experts.gate_up_proj, experts.down_proj, num_experts=num_experts)
 
     def forward_few_rows(self, residual_RE: torch.Tensor, gain_E: torch.Tensor, eps: float) -> None:
         """residual += mixture of the normalised residual, in four launches."""
@@ -147,10 +152,23 @@ class MixtureOfExperts(nn.Module):
     def few_rows_products(self) -> tuple[tuple[int, int], ...]:
         """(outputs, inputs) of `forward_few_rows`'s product that isn't over experts; none if it can't be called."""
         stacks = self.experts.gate_up_proj, self.experts.down_proj
-        if self.shared_experts is not None or not takes_few(self.gate.weight[:1], self.routing.num_ids, *stacks):
+        if (
+            self._group is not None
+            or self.shared_experts is not None
+            or not takes_few(self.gate.weight[:1], self.routing.num_ids, *stacks)
+        ):
             return ()
         num_experts, hidden_size = self.gate.weight.shape
         return ((num_experts, hidden_size),)
+
+
+def _slots_of(num_tokens: int) -> torch.Tensor | None:
+    """int64 [T]: where the KV of this pass's tokens goes, below 0: they are padding. None: that isn't at hand, since
+    tokens were left out before the pass's last layer."""
+    metadata = get_forward_context().any_metadata()
+    if not isinstance(metadata, AttentionMetadata) or len(metadata.slot_mapping) != num_tokens:
+        return None
+    return metadata.slot_mapping
 
 
 def part_of(layer: Linear, rows: slice | None, columns: slice | None) -> torch.Tensor | QuantisedWeight:

@@ -17,7 +17,6 @@ from tandem.engine.models.layers.basic import Linear
 from tandem.engine.models.mixture_layer import StackedExperts, expert_layers
 from tandem.engine.models.stored_layers import made_of, needed_tensors, weight_of
 from tandem.engine.models.weights import Needed, StoredTensor
-from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.experts.stacked import StackedWeight
 from tandem.kernels.products.quantised_weight import QuantisedWeight
@@ -32,7 +31,7 @@ class HasLayers(Protocol):
     def config(self) -> ModelConfig: ...
 
     @property
-    def group(self) -> TensorParallel | None: ...
+    def shard(self) -> Shard: ...
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
 
@@ -60,7 +59,7 @@ def part_rows(name: str, num_rows: int, config: ModelConfig) -> dict[str, tuple[
 
 def layers_of(model: HasLayers) -> dict[str, QuantisedWeight]:
     """Name of a quantised layer in the checkpoint -> what of this rank's weights it fills, a view."""
-    config = model.config if model.group is None else model.group.shard.config(model.config)
+    config = model.shard.config(model.config)
     found = {}
     for name, weight in _quantised(model):
         if isinstance(weight, StackedWeight):
@@ -98,7 +97,7 @@ def fill(
     how = model.config.quantisation
     if how is None:
         return
-    config, shard = model.config, Shard(0, 1) if model.group is None else model.group.shard
+    config, shard = model.config, model.shard
     with ExitStack() as stack:
         files = {
             path: stack.enter_context(_opened(str(path))) for path in sorted({one.path for one in stored.values()})
@@ -120,7 +119,7 @@ def fill_with_noise(model: HasLayers, whole: HasLayers, dtype: torch.dtype, devi
     how, config = model.config.quantisation, model.config
     if how is None:
         return
-    shard, layers = Shard(0, 1) if model.group is None else model.group.shard, layers_of(model)
+    shard, layers = model.shard, layers_of(model)
     for name, weight in _quantised(whole):
         noise = torch.empty(weight.shape, dtype=dtype, device=device)
         if isinstance(weight, StackedWeight):

@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 
 from tandem.engine.parallel.peer_memory import RankMemory, open_mail, share
+from tandem.engine.parallel.rendezvous import STUCK_S, find_store
 from tandem.engine.parallel.sharding import Shard
 from tandem.engine.parallel.stand_in import StandIn
 from tandem.kernels.products.all_reduce import Mail, MailLayout, argmax_of_shards, sum_add_rms_norm
 from tandem.kernels.products.fused_ops import add_rms_norm, argmax_tokens
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
-# Longer than a rank may need to load weights and compile kernels; a rank's death is noticed at once; a guess.
-STUCK_S = 600
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,7 @@ class TensorParallel:
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # one host: nobody else needs to reach a rank
         timeout = timedelta(seconds=STUCK_S)
-        store: Any = membership.store
-        if store is None:
-            store = dist.TCPStore("127.0.0.1", membership.port, None, False, timeout)  # type: ignore[attr-defined]
+        store: Any = find_store(membership.port) if membership.store is None else membership.store
         dist.init_process_group(
             "nccl" if on_gpu else "gloo", store=store, rank=shard.rank, world_size=shard.size, timeout=timeout,
             device_id=device if on_gpu else None,
@@ -75,7 +72,7 @@ class TensorParallel:
         group = cls(shard, device)
         if on_gpu:
             layout = MailLayout(shard.size, max_rows, hidden_size, dtype)
-            group._mail = open_mail(shard, device, group._gathered, layout)
+            group._mail = open_mail(shard.rank, device, group._gathered, layout)
             group._compile_sums(group._mail)
         return group
 
@@ -153,7 +150,7 @@ class TensorParallel:
     def share_memory(self, memory: torch.Tensor) -> list[RankMemory]:
         """A collective on GPUs that returns every rank's `memory`, in the order of ranks, mapped for as long as they
         live. Raises TransportError where GPUs of this host can't reach each other's memory."""
-        return share(self.shard, memory, self._gathered)
+        return share(self.shard.rank, memory, self._gathered)
 
     def smallest(self, value: int) -> int:
         """The least of the ranks' values; waits for all."""

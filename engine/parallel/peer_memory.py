@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from tandem.engine.device.cuda_driver import HANDLE_BYTES, export_memory, map_memory
-from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.products.all_reduce import Mail, MailLayout
 
 OFFSET_BYTES = 8
@@ -26,15 +25,15 @@ class RankMemory:
     offset: int
 
 
-def open_mail(shard: Shard, device: torch.device, gather: Gather, layout: MailLayout) -> Mail:
+def open_mail(rank: int, device: torch.device, gather: Gather, layout: MailLayout) -> Mail:
     """A collective in which every rank makes its mail and maps the others'. `gather` returns every rank's tensor in the
     order of ranks. Raises TransportError where GPUs of this host can't reach each other's memory."""
     memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)  # zeroed before a peer may write
-    return Mail.make(shard.rank, [each.address for each in share(shard, memory, gather)], layout, device)
+    return Mail.make(rank, [each.address for each in share(rank, memory, gather)], layout, device)
 
 
-def share(shard: Shard, memory: torch.Tensor, gather: Gather) -> list[RankMemory]:
+def share(own_rank: int, memory: torch.Tensor, gather: Gather) -> list[RankMemory]:
     """A collective in which every rank shows its `memory` and maps the others', for the life of the process. Returns
     them in the order of ranks. `gather` and the errors are those of `open_mail`."""
     _kept.append(memory)
@@ -45,6 +44,6 @@ def share(shard: Shard, memory: torch.Tensor, gather: Gather) -> list[RankMemory
     shared = []
     for rank, row in enumerate(bytes(row) for row in gather(ticket).cpu().numpy()):
         handle, offset = row[:HANDLE_BYTES], int.from_bytes(row[HANDLE_BYTES:], "little")
-        address = memory.data_ptr() if rank == shard.rank else map_memory(index, handle) + offset
+        address = memory.data_ptr() if rank == own_rank else map_memory(index, handle) + offset
         shared.append(RankMemory(address, handle, offset))
     return shared

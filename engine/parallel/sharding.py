@@ -17,6 +17,7 @@ import msgspec
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.kv_layout import kv_heads_of
 from tandem.engine.contracts.model_config import MixtureConfig, ModelConfig
+from tandem.kernels.experts.plans import experts_of_rank
 
 MIXTRALS = ("w1", "w2", "w3")  # its experts' gate, down and up
 
@@ -32,11 +33,18 @@ class Cut:
 
 @dataclass(frozen=True)
 class Shard:
-    """The share of rank `rank`, counted from 0, out of `size` ranks."""
+    """The share of rank `rank`, counted from 0, out of `size` ranks. Of a node that shares nothing but experts, which
+    `group_size` nodes have in runs, it is the `group_rank`-th."""
 
-    rank: int
-    size: int
+    rank: int = 0
+    size: int = 1
     expert_parallel: bool = False  # experts are shared out whole, but those that all tokens take
+    group_rank: int = 0
+    group_size: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.group_size == 1
 
     def config(self, config: ModelConfig) -> ModelConfig:
         """The model that this rank computes: its heads and MLP columns. Raises ConfigError when shares are unequal."""
@@ -53,13 +61,16 @@ class Shard:
 
     def _own_experts(self, mixture: MixtureConfig) -> MixtureConfig:
         own = msgspec.structs.replace(mixture, shared_width=mixture.shared_width // self.size)
+        if self.group_size > 1:
+            held = experts_of_rank(self.group_rank, self.group_size, mixture.num_experts)
+            return msgspec.structs.replace(own, held=held, exchanged=True)
         if self.expert_parallel:
             return msgspec.structs.replace(own, held=self.experts(mixture.num_experts))
         return msgspec.structs.replace(own, width=mixture.width // self.size)
 
     def experts(self, num_experts: int) -> tuple[int, int]:
         """The first expert of this rank and the one after its last, where experts are shared out whole."""
-        return self._run(num_experts)
+        return experts_of_rank(self.rank, self.size, num_experts)
 
     def kv_heads(self, num_all: int) -> range:
         """Which of a model's KV heads this rank holds."""
@@ -112,10 +123,11 @@ class Shard:
             shared_out["columns of an expert (--enable-expert-parallel shares out whole experts)"] = mixture.width
         elif mixture is not None:
             shared_out["columns of experts that all tokens share"] = mixture.shared_width
-        if self.expert_parallel and (mixture is None or mixture.num_experts < self.size):
+        num_sharing = self.group_size if self.group_size > 1 else self.size
+        if self.expert_parallel and (mixture is None or mixture.num_experts < num_sharing):
             what = "no" if mixture is None else f"only {mixture.num_experts}"
             raise ConfigError(
-                f"--enable-expert-parallel over {self.size} GPUs: the model has {what} experts; leave it out"
+                f"--enable-expert-parallel over {num_sharing} GPUs: the model has {what} experts; leave it out"
             )
         for what, count in shared_out.items():
             if count % self.size:

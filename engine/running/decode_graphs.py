@@ -25,11 +25,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
+from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.encoder_spans import CrossInputs, EncoderSpans
 from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.prefix_sharing import PrefixSharing
-from tandem.engine.scheduling.step import ScheduledRow
+from tandem.engine.scheduling.step import ScheduledRow, SchedulerOutput
 from tandem.kernels.api.attention import Attention, metadata_backend
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
@@ -199,6 +200,11 @@ def without_garbage() -> Iterator[None]:
             gc.enable()
 
 
+def rows_needed(output: SchedulerOutput) -> int:
+    """The rows of the smallest step that may run this one, by a graph or not."""
+    return _least_size(output.num_tokens, output.has_drafts or not output.is_decode)
+
+
 def _least_size(num_rows: int, has_chunks: bool) -> int:
     """Graphs of few rows (and no shared prefixes) may take the whole of attention in one launch, in which no row sees
     what another stores: tokens of one prompt need a larger one."""
@@ -227,13 +233,16 @@ class DecodeGraphs:
         spans: EncoderSpans | None = None,
         features: HeadFeatures | None = None,
         table_of: Mapping[str, int] | None = None,
+        group: ExpertGroup | None = None,
     ) -> None:
         """`shift_S`: by how much a slot's positions are beyond its tokens' places; None: in none. `table_of`: each
-        layer's block table, where there are several."""
+        layer's block table, where there are several. `group`: whose nodes agree on the size of each step."""
         self.batch = DecodeBatch(model, state, max_rows, max_model_len, shift_S, spans, features, table_of)
         self.sizes = graph_sizes(max_rows)
         self.shared_sizes = [] if sharing is None else shared_graph_sizes(max_rows)
-        self.adapted_sizes = shared_graph_sizes(max_rows) if with_adapters else []
+        coarse = shared_graph_sizes if group is None else graph_sizes
+        self.adapted_sizes = coarse(max_rows) if with_adapters else []
+        self._group = group
         self._sharing = sharing
         self._members = 1 if sharing is None else sharing.members
         self._graphs: dict[tuple[int, StepKind], torch.cuda.CUDAGraph] = {}
@@ -257,6 +266,8 @@ class DecodeGraphs:
                 pool = self._capture(size, "shared", self._sharing.nothing(size), pool, stream)
             for size in reversed(self.adapted_sizes):
                 pool = self._capture(size, "adapted", None, pool, stream)
+        if self._group is not None:
+            self._group.replay(self.sizes)
 
     def _capture(
         self, size: int, kind: StepKind, prefixes: SharedPrefixes | None, pool: Any, stream: torch.cuda.Stream
@@ -280,14 +291,27 @@ class DecodeGraphs:
 
     def takes(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether these rows, each token as a row of its own, are a graph's work rather than a prefill kernel's."""
+        if not self.fit_group:
+            return False
         num_tokens = sum(row.num_tokens for row in rows)
         least = _least_size(num_tokens, num_tokens > len(rows) or _has_chunks(rows))
         if num_tokens == len(rows):  # what guesses read is read by decodes, too
             return least <= self.sizes[-1]
         return least <= self.sizes[-1] and sum(map(self._reads, rows)) <= MAX_CHUNK_READS
 
+    @property
+    def fit_group(self) -> bool:
+        """Whether there is a graph of the size that the nodes of a group have agreed on; so if they haven't."""
+        return self._agreed is None or self._agreed in self.sizes
+
+    @property
+    def _agreed(self) -> int | None:
+        return None if self._group is None else self._group.capacity
+
     def size_for(self, rows: Sequence[ScheduledRow], kind: StepKind = "plain") -> int:
         """The size of the graph that runs rows of one token each."""
+        if self._agreed is not None:
+            return self._agreed
         if kind == "shared":
             return self.shared_sizes[bisect.bisect_left(self.shared_sizes, len(rows))]
         sizes = self.adapted_sizes if kind == "adapted" else self.sizes
@@ -312,6 +336,8 @@ class DecodeGraphs:
         elif self._sharing is not None and self._sharing.of_rows(rows) is not None:
             kind = "shared"  # of_rows has put the prefixes where the graphs look for them
         size = self.size_for(rows, kind)
+        if (size, kind) not in self._graphs:
+            kind = "plain"  # a size agreed on with nodes whose rows don't share; these rows read what they share alone
         self.batch.fill(rows, size, kind == "adapted")
         self._graphs[size, kind].replay()
         return self._logits_GV[: len(rows)]

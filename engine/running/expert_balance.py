@@ -6,13 +6,13 @@ L layers with experts, X experts.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import torch
 
 from tandem.engine.running.runner_needs import Model
 from tandem.engine.running.step_result import to_host
+from tandem.kernels.experts.plans import experts_of_rank
 
 LOOKS_S = 1.0  # between two looks at the device's counts; a guess
 # An expert's tokens, on average, before a layer counts: of 128 the busiest has 1.3 times as many by chance; a guess.
@@ -73,9 +73,13 @@ def make_expert_balance(model: Model) -> ExpertBalance | None:
     modules."""
     if model.expert_counts is None:
         return None
-    shard = None if model.group is None else model.group.shard
-    if shard is None or not shard.expert_parallel:
+    num_sharing = 1
+    if model.expert_group is not None:
+        num_sharing = model.expert_group.size
+    elif model.group is not None and model.group.shard.expert_parallel:
+        num_sharing = model.group.shard.size
+    if num_sharing == 1:
         return ExpertBalance(model.expert_counts)
     num_experts = model.expert_counts.shape[1]
-    ranks = (replace(shard, rank=rank) for rank in range(shard.size))
-    return ExpertBalance(model.expert_counts, [each.experts(num_experts)[0] for each in ranks])
+    ranks = range(num_sharing)
+    return ExpertBalance(model.expert_counts, [experts_of_rank(rank, num_sharing, num_experts)[0] for rank in ranks])

@@ -18,7 +18,7 @@ from tandem.engine.contracts.kv_layout import LayerPlace
 from tandem.engine.media.slots import MediaSlots
 from tandem.engine.running.at_start.warm_up import every_way_to_sample, extreme_steps
 from tandem.engine.running.batch_state import BatchState
-from tandem.engine.running.decode_graphs import REPLAYED_TOKENS, DecodeGraphs
+from tandem.engine.running.decode_graphs import REPLAYED_TOKENS, DecodeGraphs, rows_needed
 from tandem.engine.running.drawing import TokenDrawing
 from tandem.engine.running.eager_steps import EagerSteps
 from tandem.engine.running.encoder_spans import EncoderSpans, SpanPart
@@ -80,7 +80,7 @@ class ModelRunner:
         self._max_num_tokens = options.max_num_batched_tokens
         self.max_model_len = max_model_len
         self._max_chunk = options.max_prefill_chunk or options.max_num_batched_tokens
-        self._faults = StepFaults(model.group, self.device, tell_lost)
+        self._faults = StepFaults(model.group or model.expert_group, self.device, tell_lost)
         self._counters = self._faults.counters
         self._balance = make_expert_balance(model)
         self.spans: EncoderSpans | None = None
@@ -155,6 +155,8 @@ class ModelRunner:
         if connector is not None and output.connector_meta is not None:
             connector.start_load_kv(output.connector_meta, between_layers)
             step.find_spoiled = partial(connector.spoiled_slots, output.step_id)
+        if self.model.expert_group is not None and output.rows:
+            self.model.expert_group.begin_step(rows_needed(output))
         is_replayed = self._launch(output, span_parts, step)
         if connector is not None and (output.connector_meta is not None or not is_replayed):
             connector.wait_for_save()
@@ -195,7 +197,9 @@ class ModelRunner:
         """Runs a decode step, or small chunks of prompts, by replaying a graph. False: no graph fits this step, or the
         device had no memory for what comes beside it; what has run already may be run again, to the same effect."""
         graphs = self._graphs
-        if graphs is None or not self._may_replay or (self._media is not None and self._media.touch(output.rows)):
+        if graphs is None or not (self._may_replay and graphs.fit_group):
+            return False
+        if self._media is not None and self._media.touch(output.rows):
             return False
         rows: Sequence[ScheduledRow] = output.rows
         if not output.is_decode:
@@ -261,6 +265,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run_dummy(self, rows: Sequence[ScheduledRow]) -> None:
         """Runs one greedy step of such rows (single tokens first). Writes no KV and leaves the batch state as it is."""
+        self._drawing.catch_up()
         if self._followers is not None:
             self._followers.announce("dummy", SchedulerOutput(0, tuple(rows), ()))
         if self._graphs is not None and self._graphs.takes(rows):
@@ -294,9 +299,9 @@ class ModelRunner:
 
     def new_prompt_graphs(self, max_tokens: int, with_attention: bool = False) -> PromptGraphs | None:
         """Graphs for steps with up to so many tokens of prompts beside some decodes, not yet captured. None: for none,
-        or the model can't be divided, layers have block tables of their own, or other ranks compute parts of it.
+        or the model can't be divided, layers have block tables of their own, or others compute parts of it.
         `with_attention`: in the graphs where it can be."""
-        if not max_tokens or self.model.group is not None or self._table_of:
+        if not max_tokens or self._table_of or self.model.group or self.model.expert_group:
             return None
         most = min(max_tokens + ROWS_BESIDE, self._max_num_tokens)
         if not isinstance(self.model, DividedModel) or not self.model.can_be_divided:
@@ -312,7 +317,7 @@ class ModelRunner:
         rows, length = self.max_graph_rows, self.max_model_len
         shift_S = None if self._media is None else self._media.shift_S
         parts = self.sharing, shift_S, has_adapters, self.spans, self.features, self._table_of
-        return DecodeGraphs(self.model, self.state, rows, length, *parts)
+        return DecodeGraphs(self.model, self.state, rows, length, *parts, self.model.expert_group)
 
     @property
     def max_decode_rows(self) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.media.encoder import MediaEncoder, MediaInputs
+from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.decode_graphs import DecoderLike
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class Model(DecoderLike, Protocol):
-    """A model as the runner uses it. `group` are the ranks that share it out; None: this process holds all of it."""
+    """A model as the runner uses it. `group` are the ranks that share it out, `expert_group` nodes that share its
+    experts out; None: this process holds all of it."""
 
     def __call__(
         self,
@@ -36,6 +38,9 @@ class Model(DecoderLike, Protocol):
 
     @property
     def group(self) -> TensorParallel | None: ...
+
+    @property
+    def expert_group(self) -> ExpertGroup | None: ...
 
     @property
     def vocab_size(self) -> int: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from tandem.engine.scheduling.ports import BetweenLayers, Runner, StepHandle
+from tandem.engine.scheduling.ports import BetweenLayers, Fellows, Runner, StepHandle
 from tandem.engine.scheduling.request import EngineEvent
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.scheduling.step import SchedulerOutput, WrittenSlots
@@ -21,12 +21,14 @@ class EngineCore:
         runner: Runner,
         pipelined: bool = True,
         find_saturated: Callable[[Sequence[WrittenSlots]], set[int]] | None = None,
+        fellows: Fellows | None = None,
     ) -> None:
         """`find_saturated`: which of the blocks that were written hold values that fp8 could not; None: such values
-        are served as they are."""
+        are served as they are. `fellows`: others that launch as many steps as this engine; None: there are none."""
         self.scheduler = scheduler
         self._runner = runner
         self._pipelined = pipelined
+        self._fellows = fellows
         self._find_saturated, self._num_overflows = find_saturated, 0
         self._unread: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._events: list[EngineEvent] = []
@@ -39,7 +41,12 @@ class EngineCore:
         return bool(self._unread)
 
     def has_work(self) -> bool:
-        return self.inflight or self.scheduler.state.has_work()
+        return self.inflight or self.scheduler.state.has_work() or self.is_behind
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether others have begun a step that this engine hasn't."""
+        return self._fellows is not None and self._fellows.is_behind
 
     def step(self) -> list[EngineEvent]:
         """Does one turn of the loop. Returns the events of the step that was read."""
@@ -51,13 +58,16 @@ class EngineCore:
     ) -> None:
         """First half of a turn: decides a step and launches it. `before_execution` is called between the two, since the
         launch takes the host some time; `between_layers` from within a launch layer by layer, which takes long."""
-        output = None if self._is_undecided else self.scheduler.schedule()
+        is_undecided = self._is_undecided
+        output = None if is_undecided else self.scheduler.schedule()
         if output is not None:
             self.scheduler.state.pool.step_launched(output.step_id)
             if before_execution is not None:
                 before_execution()
             self._unread.append((output, self._runner.execute(output, between_layers)))
             self.scheduler.pace.executed(output.num_tokens)
+        elif self._fellows is not None and self.is_behind and not is_undecided:
+            self._fellows.accompany()
         self._events += self.scheduler.state.take_events()
         self._reads = bool(self._unread) and (len(self._unread) > 1 or output is None or not self._pipelined)
         if not self._reads:

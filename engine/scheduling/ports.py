@@ -30,6 +30,17 @@ class StepHandle(Protocol):
     def done(self) -> bool: ...
 
 
+class Fellows(Protocol):
+    """Other nodes that compute a part of each step of this one, so that all launch as many."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether another node has begun a step that this one hasn't."""
+
+    def accompany(self) -> None:
+        """Launches a step without requests."""
+
+
 class Runner(Protocol):
     """Executes steps in order on one stream. `execute` only enqueues on a GPU; on CPU it may compute at once."""
 

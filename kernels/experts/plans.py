@@ -18,6 +18,11 @@ LONG_TILE, FEW_STEPS = 256, 2
 TILES_M = (16, 32, 64, 128)  # pairs of a tile; a guess
 
 
+def experts_of_rank(rank: int, num_ranks: int, num_experts: int) -> tuple[int, int]:
+    """The first expert of a rank, and the one after its last, where ranks hold whole ones."""
+    return rank * num_experts // num_ranks, (rank + 1) * num_experts // num_ranks
+
+
 @dataclass(frozen=True, slots=True)
 class Routing:
     """How a model chooses `top_k` experts of a token.

@@ -65,6 +65,8 @@ class PromptHelper:
             return problem
         if self._state.pool.windows.num_each:  # chunks are not sent by block tables
             return outcomes.OTHER_LAYOUT
+        if self._info.group_size > 1:  # its steps would wait for a peer, and others' for them
+            return outcomes.UNKNOWN
         table, nodes, place = ChunkTable(work.ends, len(work.nodes)), work.nodes, work.place
         if not table.makes_sense(self._state.block_size) or not 0 < place < len(nodes) or self._state.connector is None:
             return outcomes.UNKNOWN

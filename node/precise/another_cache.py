@@ -15,7 +15,7 @@ from tandem.kernels.products.rotary_attention import WantedTokens
 class OverAnotherCache:
     """A model over a cache of its own; everything else is the given model's. Implements `Model`."""
 
-    group = None
+    group = expert_group = None
     encoder = None
     guess_head = None
     cross_layers: Mapping[str, Attention] = {}

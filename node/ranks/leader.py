@@ -14,11 +14,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tandem.engine.adapters.node_adapters import NodeAdapters
 from tandem.engine.adapters.store import AdapterStore
@@ -26,7 +23,8 @@ from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_folder import resolve_model
 from tandem.engine.models.choice import check_shares
-from tandem.engine.parallel.group import STUCK_S, Membership
+from tandem.engine.parallel.group import Membership
+from tandem.engine.parallel.rendezvous import STUCK_S, make_store
 from tandem.engine.parallel.sharding import Shard
 from tandem.engine.process.watched import end_process
 from tandem.engine.scheduling.step import SchedulerOutput
@@ -73,13 +71,6 @@ def adapter_source(
     if adapters is None or ranks is None:
         return None if adapters is None else adapters.store
     return ranks.lead_adapters(adapters.store, within_s)
-
-
-def make_store() -> Any:
-    """Where ranks find each other: a server in this process, on loopback only (left alone it listens everywhere)."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port, timeout = listener.getsockname()[1], timedelta(seconds=STUCK_S)
-    return dist.TCPStore("127.0.0.1", port, None, True, timeout, False, master_listen_fd=listener.detach())  # type: ignore[attr-defined]
 
 
 class Ranks:

@@ -162,9 +162,10 @@ class NodeView:
 def _kind(info: NodeInfo, model: bytes) -> Hashable | None:
     """What nodes have in common that may compute one prompt together: work of one kind, on one host, where layers reach
     the other while they are computed, into blocks that are alike. None: it shares with nobody; ranks beside the first
-    wait for no layer under a step, and chunks are not sent by block tables."""
+    wait for no layer under a step, chunks are not sent by block tables, and nodes that share experts out launch every
+    step together."""
     layout, ways = info.layout, TELLS_OF_LAYERS & info.transports.keys()
-    if layout is None or layout.group.num_windows or info.num_ranks != 1 or not ways:
+    if layout is None or layout.group.num_windows or info.num_ranks != 1 or info.group_size != 1 or not ways:
         return None
     return info.role, info.host_id, model, layout.block_size, layout.groups, layout.tp_size, frozenset(ways)
 

@@ -10,7 +10,7 @@ from tandem.engine.contracts.wire.parts import (
 )
 from tandem.engine.contracts.wire.work import NO_LEANING, Leaning, NodeReport
 
-WIRE_VERSION = 18
+WIRE_VERSION = 19
 
 
 class Hello(Message, frozen=True, kw_only=True):

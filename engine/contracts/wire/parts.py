@@ -75,6 +75,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     identity: ModelIdentity | None = None
     layout: KVLayout | None = None  # of whole blocks, whatever the ranks
     num_ranks: Count = 1  # processes with a part of the model each
+    group_size: Count = 1  # nodes that share the model's experts out, this one counted
     model_name: str = ""
     max_model_len: int = 0
     vocab_size: int = 0

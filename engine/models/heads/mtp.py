@@ -20,6 +20,7 @@ from tandem.engine.models.heads.mtp_config import MtpConfig
 from tandem.engine.models.heads.taps import FeatureTaps
 from tandem.engine.models.layers.basic import Linear, RMSNorm
 from tandem.engine.models.layers.decoder_layer import DecoderLayer, allocate_parameters, lay_out, quantise_layers
+from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.products.matmul import linear
 
 
@@ -27,7 +28,7 @@ class MtpHead(nn.Module):
     """Parameters are uninitialised until engine/models/heads/mtp_loader.py fills them. Implements `GuessHead`."""
 
     token_W: torch.Tensor
-    group: None = None  # it runs on one GPU
+    shard = Shard()  # it runs on one GPU, with all of its experts
 
     def __init__(
         self,

@@ -70,6 +70,7 @@ class HFModel(nn.Module):
         """With a group, `causal` is this rank's part of the model (parallel.py)."""
         super().__init__()
         self.config, self.group = config, group
+        self.expert_group: None = None  # mixtures of our own modules alone
         self.needs = config.layers if group is None else own_needs(config.layers, group.shard)
         self._decoder_name, self.decoder = decoder_of(causal)
         self.attention_layers = make_layers(self.needs, attention_backend, sinks_of(causal, self.needs))

@@ -22,15 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton_kernels.common import INTERPRETED, begin
+from tandem.kernels.triton_kernels.common import begin
+from tandem.kernels.triton_kernels.peers import await_row, memory_of, send_row
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-@triton.jit
-def _mail_of(addresses, rank, at, dtype: tl.constexpr):
-    """What lies `at` bytes into a rank's mail. The compiler must know of the alignment to move 16 bytes at once."""
-    return tl.multiple_of((tl.load(addresses + rank) + at).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
@@ -104,11 +99,11 @@ def sum_add_rms_norm_words_kernel(
     own = tl.load(x + row * x_row + columns, mask=mask, other=0)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            mail = _mail_of(addresses, peer, 0, tl.int64)
+            mail = memory_of(addresses, peer, 0, tl.int64)
             _post(mail + (place + RANK) * WORDS + columns, own, number, mask)
     added = tl.load(residual + row * residual_row + columns, mask=mask, other=0)
     scales = tl.load(weight + columns, mask=mask, other=0)
-    mail = _mail_of(addresses, RANK, 0, tl.int64)
+    mail = memory_of(addresses, RANK, 0, tl.int64)
     low = tl.zeros([PADDED], tl.float32)
     high = tl.zeros([PADDED], tl.float32)
     for peer in tl.static_range(RANKS):
@@ -130,33 +125,6 @@ def sum_add_rms_norm_words_kernel(
     low = (low * scale).to(DTYPE).to(tl.float32) * weight_low
     high = (high * scale).to(DTYPE).to(tl.float32) * weight_high
     tl.store(out + row * WORDS + columns, _pack(low, high, DTYPE, IS_WIDE), mask=mask)
-
-
-@triton.jit
-def _send_row(mail, flags, slot, values, columns, mask, number, SIZE: tl.constexpr):
-    """A row into slot `slot` of a peer's mail, then its number into the slot's flag."""
-    tl.store(mail + slot * SIZE + columns, values, mask=mask)
-    tl.debug_barrier()  # the one thread that writes the flag answers for all threads' writes before it
-    tl.atomic_xchg(flags + slot, number, sem="release", scope="sys")
-
-
-@triton.jit
-def _flag(place):
-    """A flag's number; what its writer wrote before it is there for the thread that reads it."""
-    if INTERPRETED:
-        return tl.load(place, volatile=True)
-    else:
-        return tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def _await_row(mail, flags, slot, columns, mask, number, SIZE: tl.constexpr):
-    """The row in slot `slot` of this rank's mail, fp32, once it is there."""
-    while _flag(flags + slot) != number:
-        pass
-    return tl.load(mail + slot * SIZE + columns, mask=mask, other=0.0, volatile=True).to(tl.float32)
 
 
 @triton.jit
@@ -195,28 +163,28 @@ def sum_add_rms_norm_rows_kernel(
     for peer in tl.static_range(RANKS):
         if peer != RANK:  # noqa: SIM102 (one is a constant, the other is not)
             if not SCATTERS or owner == peer:
-                _send_row(
-                    _mail_of(addresses, peer, rows_at, dtype), _mail_of(addresses, peer, flags_at, tl.int32),
+                send_row(
+                    memory_of(addresses, peer, rows_at, dtype), memory_of(addresses, peer, flags_at, tl.int32),
                     place + RANK, own, columns, mask, number, SIZE,
                 )  # fmt: skip
-    mail = _mail_of(addresses, RANK, rows_at, dtype)
-    flags = _mail_of(addresses, RANK, flags_at, tl.int32)
+    mail = memory_of(addresses, RANK, rows_at, dtype)
+    flags = memory_of(addresses, RANK, flags_at, tl.int32)
     total = tl.zeros([PADDED], tl.float32)
     if not SCATTERS or owner == RANK:
         for peer in tl.static_range(RANKS):
             if peer == RANK:
                 total += own.to(tl.float32)
             else:
-                total += _await_row(mail, flags, place + peer, columns, mask, number, SIZE)
+                total += await_row(mail, flags, place + peer, columns, mask, number, SIZE)
         if SCATTERS:
             for peer in tl.static_range(RANKS):
                 if peer != RANK:
-                    _send_row(
-                        _mail_of(addresses, peer, rows_at, dtype), _mail_of(addresses, peer, flags_at, tl.int32),
+                    send_row(
+                        memory_of(addresses, peer, rows_at, dtype), memory_of(addresses, peer, flags_at, tl.int32),
                         place + RANK, total.to(dtype), columns, mask, number, SIZE,
                     )  # fmt: skip
     else:
-        total = _await_row(mail, flags, place + owner, columns, mask, number, SIZE)
+        total = await_row(mail, flags, place + owner, columns, mask, number, SIZE)
     tl.store(counters + row, number)
     stream = (total.to(dtype).to(tl.float32) + added.to(tl.float32)).to(dtype)
     tl.store(residual + row * residual_row + columns, stream, mask=mask)
@@ -257,10 +225,10 @@ def argmax_of_shards_kernel(
     own_id = (own_id + RANK * SHARD).to(tl.int32)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            mail = _mail_of(addresses, peer, offset, tl.int64) + (place + RANK) * 2 * ROWS
+            mail = memory_of(addresses, peer, offset, tl.int64) + (place + RANK) * 2 * ROWS
             _post(mail + inside, own_value, number, mask)
             _post(mail + ROWS + inside, own_id, number, mask)
-    own_mail = _mail_of(addresses, RANK, offset, tl.int64)
+    own_mail = memory_of(addresses, RANK, offset, tl.int64)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     token = tl.zeros([ROWS], tl.int32)
     for peer in tl.static_range(RANKS):
