@@ -26,7 +26,7 @@ from tandem.engine.parallel.group import Membership, TensorParallel
 from tandem.engine.precision.kv_scales import scales_of_random_prompts
 from tandem.engine.running.at_start.memory import profile_free_bytes
 from tandem.engine.running.runner_needs import Model
-from tandem.engine.scheduling.speculation.options import PromptLookup, read_speculative_config
+from tandem.engine.scheduling.speculation.options import DraftModelOptions, PromptLookup, read_speculative_config
 from tandem.node.drafting.engine import LoadedDraft, load_draft
 from tandem.node.drafting.heads import LoadedHead, load_head
 from tandem.node.precise.another_cache import OverAnotherCache
@@ -137,7 +137,9 @@ def load(
     if kept.dtype != dtype:
         _keep_kv_as(model, layout.group)
     adapters = _make_adapters(model, options.lora, dtype, device)
-    draft = head or load_draft(options, folder, config, max_model_len, device, dtype)
+    draft: LoadedDraft | LoadedHead | None = head
+    if head is None and (shard is None or shard.rank == 0):
+        draft = load_draft(options, folder, config, max_model_len, device, dtype)
     if options.compile:
         model.compile_forward()
     served = served_name(options.model.model, options.model.served_name)
@@ -246,20 +248,24 @@ def size_pool(loaded: LoadedModel, options: NodeOptions, taken_bytes: int = 0) -
             free -= loaded.draft.graph_bytes(options.scheduler, loaded.device)
     else:
         free = free_host_bytes(most=1 << 30)
-    free = max(0, free - taken_bytes)
-    group = loaded.model.group
-    if group is not None:
-        free = group.smallest(free)
     twin_bytes = 0 if loaded.draft is None else loaded.draft.twin_bytes
-    return num_blocks_for(options.cache, loaded.layout, free, twin_bytes)
+    num_blocks = num_blocks_for(options.cache, loaded.layout, max(0, free - taken_bytes), twin_bytes)
+    return num_blocks if loaded.model.group is None else loaded.model.group.smallest(num_blocks)
 
 
 def block_window(loaded: LoadedModel, options: NodeOptions) -> BlockWindow:
     """What sequences of this node may give back. A draft model sees further back, in the same blocks."""
     window = loaded.layout.group.window
-    if window is None or loaded.draft is not None:
+    if window is None or _sees_further(options):
         return NO_WINDOW
     return BlockWindow(window, options.cache.block_size, loaded.layout.group.num_windows)
+
+
+def _sees_further(options: NodeOptions) -> bool:
+    """Whether something beside the model reads blocks that have slid out of its windows; the same on all ranks."""
+    asked = read_speculative_config(options.scheduler.speculative_config)
+    in_same_blocks = asked is not None and not isinstance(asked, PromptLookup)
+    return in_same_blocks and not (isinstance(asked, DraftModelOptions) and options.role == "prefill")
 
 
 def _with_windows(layout: KVLayout, model: Model, options: NodeOptions) -> KVLayout:

@@ -72,7 +72,7 @@ def load_chosen(
         return load_model(folder, config, options, device, dtype, attention_backend, group, on_loaded, expert_group)
     from tandem.engine.models.hf.loader import load_hf_model
 
-    return load_hf_model(folder, config, options, device, dtype, attention_backend, group, on_loaded)
+    return load_hf_model(folder, config, options, device, dtype, attention_backend, group, on_loaded, expert_group)
 
 
 def check_shares(folder: Path, options: ModelOptions, shard: Shard) -> int:

@@ -14,8 +14,7 @@ from tandem.engine.contracts.weights.quantisation import Quantisation
 from tandem.engine.models.layers.basic import Linear
 from tandem.engine.models.layers.mlp import MLP
 from tandem.engine.parallel.expert_group import ExpertGroup
-from tandem.kernels.api.forward_context import get_forward_context
-from tandem.kernels.api.metadata import AttentionMetadata
+from tandem.kernels.api.forward_context import slots_of_pass
 from tandem.kernels.experts.mixture import Stack, add_mixture, mixture, takes_few
 from tandem.kernels.experts.plans import Routing
 from tandem.kernels.experts.routing import exact_logits, route
@@ -125,7 +124,7 @@ class MixtureOfExperts(nn.Module):
         self._counts_X = counts_X
 
     def _chosen(self, logits_TX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        slots_T = None if self._counts_X is None else _slots_of(len(logits_TX))
+        slots_T = None if self._counts_X is None else slots_of_pass(len(logits_TX))
         tally = None if self._counts_X is None or slots_T is None else Tally(self._counts_X, slots_T)
         return route(logits_TX, self.routing, self.gate.e_score_correction_bias, tally)
 
@@ -135,7 +134,7 @@ class MixtureOfExperts(nn.Module):
         if self._group is None:
             out_TE = self._own_mixture(x_TE, ids_Tk, weights_Tk)
         else:
-            out_TE = self._group.mixture(x_TE, ids_Tk, weights_Tk, _slots_of(len(x_TE)), self._own_mixture)
+            out_TE = self._group.mixture(x_TE, ids_Tk, weights_Tk, slots_of_pass(len(x_TE)), self._own_mixture)
         return out_TE if self.shared_experts is None else out_TE.add_(self.shared_experts(x_TE))
 
     def _own_mixture(self, x_TE: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor) -> torch.Tensor:
@@ -160,15 +159,6 @@ class MixtureOfExperts(nn.Module):
             return ()
         num_experts, hidden_size = self.gate.weight.shape
         return ((num_experts, hidden_size),)
-
-
-def _slots_of(num_tokens: int) -> torch.Tensor | None:
-    """int64 [T]: where the KV of this pass's tokens goes, below 0: they are padding. None: that isn't at hand, since
-    tokens were left out before the pass's last layer."""
-    metadata = get_forward_context().any_metadata()
-    if not isinstance(metadata, AttentionMetadata) or len(metadata.slot_mapping) != num_tokens:
-        return None
-    return metadata.slot_mapping
 
 
 def part_of(layer: Linear, rows: slice | None, columns: slice | None) -> torch.Tensor | QuantisedWeight:

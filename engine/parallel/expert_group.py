@@ -89,6 +89,10 @@ class ExpertGroup:
         addresses = [each.address for each in share(self.rank, memory, self._gathered_tickets)]
         self._mail = ExpertMail(self.rank, memory, addresses, layout)
 
+    @property
+    def is_open(self) -> bool:
+        return self._layout is not None
+
     def replay(self, sizes: Sequence[int]) -> None:
         """Has steps of up to the last of these many rows take one of them as their capacity, for which there are
         graphs. All nodes must have the same."""

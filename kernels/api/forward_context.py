@@ -70,6 +70,14 @@ class ForwardContext:
 _current = threading.local()
 
 
+def slots_of_pass(num_tokens: int) -> torch.Tensor | None:
+    """int64 [T]: where the KV of this thread's pass goes, below 0: a token is padding. None: that isn't at hand, since
+    there is no pass, or tokens were left out before its last layer."""
+    context: ForwardContext | None = getattr(_current, "context", None)
+    slots_T: torch.Tensor | None = getattr(context and context.any_metadata(), "slot_mapping", None)
+    return slots_T if slots_T is not None and len(slots_T) == num_tokens else None
+
+
 @contextmanager
 def set_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
     """Makes `context` current in this thread for the duration of the block; contexts nest."""

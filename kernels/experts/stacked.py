@@ -53,6 +53,12 @@ class StackedWeight:
         zeros_GN = None if self.zeros is None else self.zeros[expert, :, start:stop]
         return QuantisedWeight(self.values[expert, start:stop], scales_GN, zeros_GN, self.group)
 
+    def experts(self, first: int, end: int) -> StackedWeight:
+        """The matrices of some experts, a copy."""
+        scales, values = self.scales[first:end].clone(), self.values[first:end].clone()
+        bias, zeros = (None if each is None else each[first:end].clone() for each in (self.bias, self.zeros))
+        return StackedWeight(values, scales, self.group, bias, zeros)
+
     def dequantised(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
         """[N, K] of an expert, rounded once."""
         if not self.is_e2m1:

@@ -46,13 +46,11 @@ class LoadedDraft:
 def load_draft(
     options: NodeOptions, folder: Path, served: ModelShape, max_model_len: int, device: torch.device, dtype: torch.dtype
 ) -> LoadedDraft | None:
-    """None: the node needs none. Raises ConfigError where the draft isn't one for the served model, which lies in
-    `folder`."""
+    """None: the node needs none. Of several ranks the first has it, whole. Raises ConfigError where the draft isn't one
+    for the served model, which lies in `folder`."""
     asked = read_speculative_config(options.scheduler.speculative_config)
     if not isinstance(asked, DraftModelOptions) or options.role == "prefill":
         return None
-    if options.tensor_parallel_size > 1:
-        raise ConfigError("--speculative-config: draft_model runs on one GPU a node: leave --tensor-parallel-size out")
     own_folder = resolve_model(asked.model, asked.revision)
     own_options = replace(
         options.model, model=asked.model, revision=asked.revision, max_model_len=0, quantization="auto"

@@ -25,8 +25,8 @@ def check_expert_group(options: NodeOptions, config: ModelShape) -> None:
         return
     size = options.data_parallel_size
     name = f"--data-parallel-size {size} with --enable-expert-parallel"
-    if not isinstance(config, ModelConfig) or config.mixture is None:
-        raise ConfigError(f"{name}: not for {config.architecture}, which has no mixture of Tandem's own; leave it out")
+    if isinstance(config, ModelConfig) and config.mixture is None:
+        raise ConfigError(f"{name}: not for {config.architecture}, which has no experts; leave it out")
     if options.data_parallel_rank >= size:
         raise ConfigError(f"--data-parallel-rank {options.data_parallel_rank}: give 0 to {size - 1}")
     if not options.data_parallel_rpc_port:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
-from expert_nodes import group_of, start_group, stop_group
+from expert_nodes import group_of, start_children, start_group, stop_group
 from split_pair import GREEDY, SAMPLED, changed
 from tiny_hf_models import tiny_hf_model
-from waiting import wait_until
+from waiting import wait_until, wait_until_gone
 
 from in_process_cluster import Client, Node, node_options
+from real_cluster import RealCluster
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.wire.parts import NodeInfo
 from tiny_models import check_greedy, random_prompt, tiny_model
 
 MODEL = "qwen3_moe"
@@ -114,29 +120,45 @@ def test_groups_of_prefill_and_of_decode_nodes(kind: str, transport: str) -> Non
         group_of("prefill", folder, 2, transport=transport, chunk=64) as prefill,
         group_of("decode", folder, 3, transport=transport) as decode,
     ):
-        client = Client(*(node.info for node in (*prefill, *decode)))
-        try:
-            results = [
-                (
-                    length,
-                    client.submit(
-                        f"r{length}-{i}",
-                        random_prompt(length, length + i),
-                        GREEDY,
-                        decode=decode[(length + i) % 3].info,
-                        prefill=prefill[i].info,
-                    ),
-                    length + i,
-                )
-                for length in LENGTHS
-                for i in range(2)
-            ]
-            client.wait()
-        finally:
-            client.close()
-        for length, result, seed in results:
-            assert result.failed is None
-            check_greedy(folder, random_prompt(length, seed), result.output(), 24)
+        check_hand_overs(folder, [node.info for node in prefill], [node.info for node in decode])
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", pytest.param("glm4_moe", marks=pytest.mark.slow)])
+def test_groups_of_models_that_run_by_transformers_modules(kind: str) -> None:
+    """In processes of their own, since transformers loads one model at a time."""
+    folder = tiny_hf_model(kind)
+    with ThreadPoolExecutor(2) as threads:
+        prefill, decode = threads.map(
+            partial(start_children, model=str(folder), transport="shm"), ("prefill", "decode")
+        )
+    try:
+        check_hand_overs(folder, *([child.infos[0] for child in group] for group in (prefill, decode)))
+    finally:
+        for child in (*prefill, *decode):
+            child.stop()
+
+
+def check_hand_overs(folder: Path, prefill: list[NodeInfo], decode: list[NodeInfo]) -> None:
+    """Prompts of all lengths on each prefill node, at once."""
+    asked = [(length, i) for length in LENGTHS for i in range(len(prefill))]
+    client = Client(*prefill, *decode)
+    try:
+        results = [
+            client.submit(
+                f"r{length}-{i}",
+                random_prompt(length, length + i),
+                GREEDY,
+                decode=decode[(length + i) % len(decode)],
+                prefill=prefill[i],
+            )
+            for length, i in asked
+        ]
+        client.wait()
+    finally:
+        client.close()
+    for (length, i), result in zip(asked, results, strict=True):
+        assert result.failed is None
+        check_greedy(folder, random_prompt(length, length + i), result.output(), 24)
 
 
 @pytest.mark.slow
@@ -180,10 +202,28 @@ def test_a_drained_node_stays_until_the_others_need_it_no_more() -> None:
         stop_group(nodes)
 
 
+def test_a_killed_node_takes_its_group_along_and_all_start_again() -> None:
+    """Under `tandem serve`: requests fail or go elsewhere, and the group meets anew."""
+    folder = tiny_model(MODEL)
+    with RealCluster(folder, "--data-parallel-size", "2", "--enable-expert-parallel", "--device", "cpu") as cluster:
+        cluster.wait_until_ready(num_nodes=2)
+        prompts = [random_prompt(30, seed=seed) for seed in range(4)]
+        for prompt in prompts:
+            check_greedy(folder, prompt, cluster.tokens(prompt, 16)[0], 16)
+        pids = [cluster.pid_of("unified", index) for index in range(2)]
+        os.kill(pids[0], signal.SIGKILL)
+        for pid in pids:
+            wait_until_gone(pid)
+        wait_until(lambda: cluster.num_nodes() == 2)
+        assert "of the group ended; this process ends" in cluster.log()
+        for prompt in prompts:
+            check_greedy(folder, prompt, cluster.tokens(prompt, 16)[0], 16)
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "said"),
     [
-        ("llama", {}, "no mixture of Tandem's own"),
+        ("llama", {}, "no experts"),
         (MODEL, {"tensor_parallel_size": 2}, "--tensor-parallel-size"),
         (MODEL, {"compile": True}, "--compile"),
         (MODEL, {"data_parallel_rank": 2}, "give 0 to 1"),

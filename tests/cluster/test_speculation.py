@@ -12,12 +12,13 @@ import pytest
 import torch
 from eagle_heads import random_head
 from llguidance import LLMatcher
+from node_child import NodeChild
 from safetensors.torch import load_file, save_file
 from split_pair import changed
 from tokenizers import Tokenizer
 
 import tandem.deploy
-from in_process_cluster import Node, client_of, node_options
+from in_process_cluster import Client, Node, client_of, node_options
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.sampling_params import SamplingParams
 
@@ -122,6 +123,29 @@ def test_a_draft_model_that_is_the_model_is_right_and_changes_no_output() -> Non
     assert outputs == expected()
     assert counters["spec_accepted_tokens_alone"] >= 0.9 * counters["spec_draft_tokens_alone"] > 20
     assert counters["deltas_alone"] <= counters["steps_alone"] <= len(outputs["stopped"][0][0]) / 3
+
+
+def test_a_draft_model_beside_several_ranks_is_the_first_ones_alone() -> None:
+    """It runs whole on rank 0, of whose guesses the others are told like of any step."""
+    child = NodeChild(("unified",), "auto", num_ranks=2, model=str(DEMO), speculative_config=drafting(DEMO))
+    node = child.infos[0]
+    client = Client(node)
+    try:
+        asked = {name: ASKED[name] for name in ("greedy", "drawn", "guided", "penalised and drawn")}
+        results = {
+            name: client.submit(name, prompt_of(name), sampling, decode=node, samples=samples)
+            for name, (sampling, samples) in asked.items()
+        }
+        client.wait()
+        client.until(lambda: client.statuses[node.node_id].counters.get("spec_accepted_tokens", 0) > 0)
+        counters = client.statuses[node.node_id].counters
+    finally:
+        client.close()
+        child.stop()
+    for name, result in results.items():
+        assert result.failed is None
+        assert {s: (result.output(s), result.finished[s]) for s in sorted(result.tokens)} == expected()[name]
+    assert counters["spec_accepted_tokens"] > 0.5 * counters["spec_draft_tokens"]
 
 
 @pytest.mark.slow

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from exchange_ranks import run_on_gpus
+from expert_nodes import start_children
 from near_ties import check_against_reference
 from node_child import NodeChild
 from tiny_hf_models import tiny_hf_model
 
 from in_process_cluster import Client
-from tandem.deploy.redis_server import free_port
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tiny_models import check_greedy, random_prompt, tiny_model
 
@@ -44,60 +44,56 @@ def test_exchanges_are_exact_eager_and_replayed(num_ranks: int) -> None:
     print(f"\n{num_ranks} ranks, rows of 2048 there and back, us: {listed}", end="")
 
 
-def run_group(folder: Path, dtype: str, role: str = "unified", **changes: object) -> list[list[list[int]]]:
-    """What each of two nodes makes of all prompts: first one alone, then both at once."""
-    port = free_port()
+GUESSES = '{"method": "ngram", "num_speculative_tokens": 3}'
+GROUPS: dict[str, tuple[str, dict[str, str]]] = {
+    "qwen3_moe, guesses": ("qwen3_moe", {"dtype": "float32", "speculative_config": GUESSES}),
+    "qwen3_moe, bf16": ("qwen3_moe", {"dtype": "bfloat16"}),
+    "deepseek_v3": ("deepseek_v3_real_heads", {"dtype": "float32"}),
+    "gpt_oss": ("gpt_oss", {"dtype": "float32"}),
+}
 
-    def start(rank: int) -> NodeChild:
-        place = {"data_parallel_size": 2, "data_parallel_rank": rank, "data_parallel_rpc_port": port}
-        return NodeChild(
-            (role,), "auto", model=str(folder), dtype=dtype, device="cuda", device_index=rank,
-            enable_expert_parallel=True, **place, **changes,
-        )  # fmt: skip
 
-    with ThreadPoolExecutor(2) as threads:
-        children = list(threads.map(start, range(2)))
-    client = Client(*(child.infos[0] for child in children))
+def folder_of(kind: str) -> Path:
+    return tiny_model(kind) if kind == "qwen3_moe" else tiny_hf_model(kind)
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[dict[str, list[NodeChild]]]:
+    """All at once: each takes most of its start to compile."""
+    with ThreadPoolExecutor(len(GROUPS)) as threads:
+        started = {
+            name: threads.submit(start_children, "unified", str(folder_of(kind)), device="cuda", **options)
+            for name, (kind, options) in GROUPS.items()
+        }
     try:
-        outputs: list[list[list[int]]] = []
+        yield {name: children.result() for name, children in started.items()}
+    finally:
+        for children in started.values():
+            for child in () if children.exception() else children.result():
+                child.stop()
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_nodes_that_share_experts_out_make_the_tokens_of_one(groups: dict[str, list[NodeChild]], name: str) -> None:
+    """Prompts, then steps from graphs: first of one node while the other is idle, then of both. In 16 bits only that
+    they run: a rounding changes experts."""
+    kind, options = GROUPS[name]
+    nodes = [child.infos[0] for child in groups[name]]
+    client = Client(*nodes)
+    try:
         for turn, ranks in (("one", (1,)), ("both", (0, 1))):
-            results = [
-                [
-                    client.submit(f"{turn}{rank}-{n}", random_prompt(n, n), GREEDY, decode=children[rank].infos[0])
-                    for n in LENGTHS
-                ]
+            results = {
+                (rank, n): client.submit(f"{turn}{rank}-{n}", random_prompt(n, n), GREEDY, decode=nodes[rank])
                 for rank in ranks
-            ]
+                for n in LENGTHS
+            }
             client.wait()
-            assert not [each.failed for own in results for each in own if each.failed]
-            outputs += [[each.output() for each in own] for own in results]
+            for (_, length), result in results.items():
+                assert result.failed is None
+                assert len(tokens := result.output()) == 32
+                if options["dtype"] == "float32" and kind == "qwen3_moe":
+                    check_greedy(folder_of(kind), random_prompt(length, length), tokens, 32)
+                elif options["dtype"] == "float32":
+                    check_against_reference(folder_of(kind), random_prompt(length, length), tokens, torch.float32)
     finally:
         client.close()
-        for child in children:
-            child.stop()
-    return outputs
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("qwen3_moe", "float32"), ("qwen3_moe", "bfloat16"), ("mixtral", "float32"), ("deepseek_v3", "float32")],
-)
-def test_nodes_that_share_experts_out_make_the_tokens_of_one(kind: str, dtype: str) -> None:
-    """Prompts, then steps from graphs, alone and beside the other's. In 16 bits only that they run: a rounding changes
-    experts."""
-    folder = tiny_hf_model(f"{kind}_real_heads") if kind.startswith("deepseek") else tiny_model(kind)
-    for outputs in run_group(folder, dtype):
-        for length, tokens in zip(LENGTHS, outputs, strict=True):
-            assert len(tokens) == 32
-            if dtype == "float32" and kind.startswith("deepseek"):
-                check_against_reference(folder, random_prompt(length, length), tokens, torch.float32)
-            elif dtype == "float32":
-                check_greedy(folder, random_prompt(length, length), tokens, 32)
-
-
-def test_guesses_are_verified_together() -> None:
-    folder = tiny_model("qwen3_moe")
-    speculative = '{"method": "ngram", "num_speculative_tokens": 3}'
-    for outputs in run_group(folder, "float32", speculative_config=speculative):
-        for length, tokens in zip(LENGTHS, outputs, strict=True):
-            check_greedy(folder, random_prompt(length, length), tokens, 32)

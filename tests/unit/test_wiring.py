@@ -46,6 +46,8 @@ SET_FROM_OUTSIDE = {
             "tandem_heads",
             "num_key_value_groups",
             "tandem_experts",
+            "tandem_group",
+            "tandem_stacks",
             "num_experts",
             "_is_expert_parallel",
         },

@@ -8,7 +8,7 @@ CUDA graph can't hold: there a decode step's tokens go through all experts, whos
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from tandem.engine.models.hf.attention import NAME
-from tandem.engine.models.packed_experts import Stacks
+from tandem.engine.parallel.expert_group import ExpertGroup
+from tandem.kernels.api.forward_context import slots_of_pass
 from tandem.kernels.experts import mixture
 from tandem.kernels.experts.plans import NOT_HERE, Clamp
 
@@ -42,21 +43,36 @@ def experts_forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """hidden [T, E]; each token's experts and their weights [T, k] -> [T, E]. `module` holds all experts' matrices, or
-    `tandem_stacks` in place of them, or of `tandem_experts` alone."""
-    stacks: Stacks | None = getattr(module, "tandem_stacks", None)
+    `tandem_stacks` in place of them, or of `tandem_experts` alone: what other nodes have is made by those of
+    `tandem_group`, if there is one, and left out otherwise."""
+    own: OwnExperts | None = getattr(module, "tandem_experts", None)
+    group: ExpertGroup | None = getattr(module, "tandem_group", None)
+    ids_Tk = top_k_index.int().contiguous()
+    if group is None or own is None:
+        return _own_mixture(module, hidden_states, ids_Tk if own is None else own.ids(ids_Tk, NOT_HERE), top_k_weights)
+    if not group.is_open:  # all nodes try the model, and come here first in the same layer
+        group.open(hidden_states.shape[1], ids_Tk.shape[1], own.num_experts, hidden_states.dtype)
+    weights_Tk, slots_T = top_k_weights.float().contiguous(), slots_of_pass(len(ids_Tk))
+    return group.mixture(hidden_states, ids_Tk, weights_Tk, slots_T, partial(_own_mixture, module))
+
+
+def _own_mixture(
+    module: Any, hidden_states: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor
+) -> torch.Tensor:
+    """[T, E]: what the experts that are here make. `ids_Tk` int32, from 0 and NOT_HERE."""
+    own: OwnExperts | None = getattr(module, "tandem_experts", None)
+    of_all, stacks = None if own is None else own.num_experts, getattr(module, "tandem_stacks", None)
     if stacks is not None:
         clamp = Clamp(module.alpha, module.limit)
-        return mixture.mixture(hidden_states, top_k_index.int(), top_k_weights.float(), *stacks, clamp)
-    own: OwnExperts | None = getattr(module, "tandem_experts", None)
+        gate_up, down = stacks
+        return mixture.mixture(hidden_states, ids_Tk, weights_Tk.float(), gate_up, down, clamp, of_all)
     if hidden_states.is_cuda and _is_plain(module):
-        ids = top_k_index.int() if own is None else own.ids(top_k_index, NOT_HERE).int()
-        matrices, of_all = (module.gate_up_proj, module.down_proj), None if own is None else own.num_experts
-        if mixture.serves(hidden_states, ids, *matrices):
-            return mixture.mixture(hidden_states, ids, top_k_weights.float(), *matrices, num_experts=of_all)
-    top_k_index = top_k_index.long()
-    if own is not None:
-        top_k_index = own.ids(top_k_index, module.num_experts)  # what transformers takes for experts elsewhere
-        top_k_weights = top_k_weights.masked_fill(top_k_index == module.num_experts, 0.0)
+        matrices = module.gate_up_proj, module.down_proj
+        if mixture.serves(hidden_states, ids_Tk, *matrices):
+            return mixture.mixture(hidden_states, ids_Tk, weights_Tk.float(), *matrices, num_experts=of_all)
+    is_here = ids_Tk != NOT_HERE
+    top_k_index = torch.where(is_here, ids_Tk, module.num_experts).long()  # what transformers takes for those elsewhere
+    top_k_weights = weights_Tk if own is None else weights_Tk.masked_fill(~is_here, 0.0)
     asks_host = hidden_states.is_cuda and not _groups_on_device(hidden_states.device, hidden_states.dtype)
     if asks_host and (len(hidden_states) <= DENSE_TOKENS or torch.cuda.is_current_stream_capturing()):
         return all_experts(module, hidden_states, top_k_index, top_k_weights)

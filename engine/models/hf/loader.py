@@ -19,11 +19,12 @@ from tandem.engine.models.hf.attention import NAME
 from tandem.engine.models.hf.config import HFConfig, read_config
 from tandem.engine.models.hf.layers import class_of
 from tandem.engine.models.hf.model import HFModel
-from tandem.engine.models.hf.parallel import share_out
+from tandem.engine.models.hf.parallel import share_experts_out, share_out
 from tandem.engine.models.hf.towers import text_attention
 from tandem.engine.models.hf.trial import check_against_own_attention
 from tandem.engine.models.packed_experts import are_packed, made_up_experts, names_of, read_experts, read_tensor
 from tandem.engine.models.weights import stored_tensors
+from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.engine.parallel.group import TensorParallel
 
 PACKED = "GptOssExperts"  # transformers' class whose parameters may be stored in MXFP4
@@ -38,9 +39,10 @@ def load_hf_model(
     attention_backend: str = "auto",
     group: TensorParallel | None = None,
     on_loaded: Callable[[float], None] | None = None,
+    expert_group: ExpertGroup | None = None,
 ) -> HFModel:
-    """The model in `dtype` on `device`; with a group this rank's part of it. `on_loaded` is told the fraction of the
-    weights that is there, from 0 to 1.
+    """The model in `dtype` on `device`; with a group of either kind this process's part of it. `on_loaded` is told the
+    fraction of the weights that is there, from 0 to 1.
 
     Raises CheckpointError for missing, unknown or misshapen tensors, and for a model of which our attention and its
     own make different hidden states.
@@ -48,15 +50,18 @@ def load_hf_model(
     if are_packed(folder):
         causal = _packed(folder, dtype, device, is_dummy=options.load_format == "dummy")
     elif options.load_format == "dummy":
-        causal = _made_up(folder, device if group is None else torch.device("cpu"), dtype)
+        is_whole = group is None and expert_group is None
+        causal = _made_up(folder, device if is_whole else torch.device("cpu"), dtype)
     else:
         stored_tensors(folder)  # a torn shard is named at once
         causal = _loaded(folder, dtype)
     adapt(causal)
     if group is not None:
         share_out(causal, config.layers, group.shard, group)
+    if expert_group is not None:
+        share_experts_out(causal, expert_group)
     causal.to(device)  # type: ignore[arg-type]  # in place; its annotation is a decorator's
-    model = HFModel(causal.eval(), config, attention_backend, group)
+    model = HFModel(causal.eval(), config, attention_backend, group, expert_group)
     check_against_own_attention(model, device, dtype)
     if on_loaded is not None:
         on_loaded(1.0)

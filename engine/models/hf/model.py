@@ -24,6 +24,7 @@ from tandem.engine.models.hf.layers import build_empty, decoder_of, make_cross_l
 from tandem.engine.models.hf.low_rank import add_adapters, sites_of
 from tandem.engine.models.hf.parallel import own_needs
 from tandem.engine.models.hf.towers import TOWERS, TowerEncoder
+from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.engine.parallel.group import TensorParallel
 from tandem.kernels.products.adapter_rows import AdapterStack
 from tandem.kernels.products.rotary_attention import WantedTokens
@@ -66,11 +67,11 @@ class HFModel(nn.Module):
         config: HFConfig,
         attention_backend: str = "auto",
         group: TensorParallel | None = None,
+        expert_group: ExpertGroup | None = None,
     ) -> None:
-        """With a group, `causal` is this rank's part of the model (parallel.py)."""
+        """With a group of either kind `causal` is this process's part of the model (parallel.py)."""
         super().__init__()
-        self.config, self.group = config, group
-        self.expert_group: None = None  # mixtures of our own modules alone
+        self.config, self.group, self.expert_group = config, group, expert_group
         self.needs = config.layers if group is None else own_needs(config.layers, group.shard)
         self._decoder_name, self.decoder = decoder_of(causal)
         self.attention_layers = make_layers(self.needs, attention_backend, sinks_of(causal, self.needs))

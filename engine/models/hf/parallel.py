@@ -20,7 +20,9 @@ from tandem.engine.models.hf.attention import NAME, OwnHeads
 from tandem.engine.models.hf.experts import OwnExperts
 from tandem.engine.models.hf.layers import LayerNeeds, build_empty, decoder_of, run_empty
 from tandem.engine.models.hf.towers import TOWERS
+from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.engine.parallel.sharding import Cut, Shard
+from tandem.kernels.experts.plans import experts_of_rank
 
 GATHERED = "colwise_gather_output"
 CUT_ROWS = ("colwise", "packed_colwise", GATHERED)
@@ -103,7 +105,7 @@ def share_out(causal: PreTrainedModel, needs: tuple[LayerNeeds, ...], shard: Sha
             module.register_forward_hook(partial(_sum_output, exchange))
             if shard.expert_parallel:
                 num_mixtures += 1
-                _keep_own_experts(module, shard)
+                _keep_own_experts(module, shard.rank, shard.size)
                 continue
         elif style in (*CUT_ROWS, *CUT_INPUTS) and isinstance(module, nn.Linear):
             kv_heads = needs[0].num_kv_heads if name.endswith(OF_KV_HEADS) and style == "colwise" else None
@@ -117,14 +119,41 @@ def share_out(causal: PreTrainedModel, needs: tuple[LayerNeeds, ...], shard: Sha
     _cut_head(causal, shard)
 
 
-def _keep_own_experts(module: Any, shard: Shard) -> None:
+def share_experts_out(causal: PreTrainedModel, group: ExpertGroup) -> None:
+    """Leaves the mixtures of `causal` this node's experts, in place, and has tokens go to the nodes that have theirs.
+    Raises ConfigError where there are none that can."""
+    _, decoder = decoder_of(causal)
+    mixtures: list[Any] = [each for each in decoder.modules() if _is_mixture(each)]
+    what = f"--data-parallel-size {group.size} with --enable-expert-parallel: {causal.config.model_type}"
+    if not mixtures:
+        raise ConfigError(f"{what} has no experts that can be shared out: leave --enable-expert-parallel out")
+    for mixture in mixtures:
+        try:
+            _keep_own_experts(mixture, group.rank, group.size)
+        except ValueError as error:
+            raise ConfigError(f"{what}: {error}") from error
+        mixture.tandem_group = group
+
+
+def _is_mixture(module: Any) -> bool:
+    config = getattr(module, "config", None)
+    return (
+        hasattr(module, "num_experts")
+        and getattr(config, "_experts_implementation", None) == NAME
+        and (hasattr(module, "down_proj") or hasattr(module, "tandem_stacks"))
+    )
+
+
+def _keep_own_experts(module: Any, rank: int, num_ranks: int) -> None:
     """Leaves a mixture of `num_experts` those that are this rank's, whole."""
     num_experts = module.num_experts
-    if num_experts < shard.size or module.config._experts_implementation != NAME:
+    if num_experts < num_ranks or module.config._experts_implementation != NAME:
         raise ValueError(f"{num_experts} experts can't be spread: leave --enable-expert-parallel out")
-    first, end = shard.experts(num_experts)
+    first, end = experts_of_rank(rank, num_ranks, num_experts)
     for name, parameter in list(module.named_parameters(recurse=False)):
         _replace(module, name, _taken(parameter, Cut(0, first, end)))
+    if hasattr(module, "tandem_stacks"):
+        module.tandem_stacks = tuple(stack.experts(first, end) for stack in module.tandem_stacks)
     module.tandem_experts = OwnExperts(first, end, num_experts)
     module.num_experts, module._is_expert_parallel = end - first, True
 

@@ -268,6 +268,41 @@ def test_without_fixed_roles_nodes_do_all_work_and_begin_with_a_leaning() -> Non
     assert [node.command[-1] for node in fixed] == ["prefill", "decode", "router"]
 
 
+def test_each_node_becomes_several_that_share_nothing_or_experts() -> None:
+    values = {"model": "m", "prefill": 1, "decode": 2, "device": "cpu", "data_parallel_size": 2}
+    *apart, _ = plan_cluster(values, "redis://r")
+    names = ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2", "decode-3"]
+    assert [node.name for node in apart] == names
+    assert not any("data-parallel-rank" in argument for node in apart for argument in node.arguments)
+    *nodes, router = plan_cluster({**values, "enable_expert_parallel": True}, "redis://r")
+    assert [node.name for node in nodes] == names
+    places = [{a for a in node.arguments if a.startswith("--data-parallel")} for node in nodes]
+    ports = [next(a for a in place if "rpc-port" in a) for place in places]
+    assert all(f"--data-parallel-rank={i % 2}" in place for i, place in enumerate(places) if i % 2)
+    assert all("--data-parallel-size=2" in place for place in places)
+    assert ports[0] == ports[1] != ports[2] == ports[3] != ports[4] == ports[5]
+    assert not any("data-parallel" in argument for argument in router.arguments)
+    given = plan_cluster({**values, "enable_expert_parallel": True, "data_parallel_rpc_port": 7000}, "redis://r")
+    assert ["--data-parallel-rpc-port=7002" in node.arguments for node in given[:-1]] == [False] * 4 + [True] * 2
+
+
+def test_without_roles_there_are_as_many_single_nodes() -> None:
+    *nodes, router = plan_cluster({"model": "m", "data_parallel_size": 3, "device": "cpu"}, "redis://r")
+    assert [(node.name, node.command[-1]) for node in nodes] == [(f"unified-{i}", "unified") for i in range(3)]
+    assert not any("placement" in argument for argument in router.arguments)
+
+
+def test_nodes_that_share_experts_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"model": "m", "data_parallel_size": 2, "enable_expert_parallel": True}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    *nodes, _ = plan_cluster(values, "redis://r")
+    assert ["--device-index=1" in node.arguments for node in nodes] == [False, True]
+    with pytest.raises(ConfigError, match="4 nodes that share experts out take a GPU each, and 2 are visible"):
+        plan_cluster({**values, "elastic": 2}, "redis://r")
+    with pytest.raises(ConfigError, match="on one host alone"):
+        plan_on_ray({**values, "prefill": 1, "decode": 1})
+
+
 def test_processes_are_not_given_a_transport_within_one() -> None:
     with pytest.raises(ConfigError, match=r"local moves KV inside one process.*choose auto"):
         plan_cluster({"model": "m", "prefill": 1, "decode": 1, "device": "cpu", "transport": "local"}, "redis://r/0")
