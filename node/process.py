@@ -44,7 +44,7 @@ from tandem.engine.running.at_start.step_measure import measure_steps
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.core import EngineCore
-from tandem.engine.scheduling.ports import LowerTiers, NoTiers
+from tandem.engine.scheduling.ports import NoTiers
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.structured.guides import Guides
 from tandem.kernels.api.errors import BackendUnavailableError, UnsupportedOptionError
@@ -312,7 +312,6 @@ class NodeProcess:
         return EngineCore(self.logic.scheduler, self.runner, True, find, self.together)
 
     def _context(self) -> NodeContext:
-        tiers: LowerTiers = NoTiers() if self.tiers is None else self.tiers.manager
         return NodeContext(
             self.options,
             self.info,
@@ -320,7 +319,7 @@ class NodeProcess:
             self.pool,
             self.loaded,
             self._clock,
-            tiers,
+            NoTiers() if self.tiers is None else self.tiers.manager,
             REPLAYED_TOKENS if self.loaded.replays_graphs and self.ranks is None else 0,
             self.transports.is_settled,
             None if self.precise is None else self.precise.scheduler,

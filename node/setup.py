@@ -169,7 +169,7 @@ def _check_options(options: NodeOptions, config: ModelShape, has_ranks: bool) ->
 
 
 def _most_rows(options: NodeOptions, device: torch.device) -> int:
-    """Of a step."""
+    """The most rows that a step may have."""
     scheduler = with_device_defaults(options, device).scheduler
     return max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
 

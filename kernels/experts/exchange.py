@@ -14,8 +14,8 @@ import torch
 
 from tandem.kernels.experts.plans import experts_of_rank
 
-FLAG_BYTES = ID_BYTES = WEIGHT_BYTES = 4
-ALIGNMENT = 128
+WORD_BYTES = 4  # of an id, a weight, a flag
+ALIGNMENT = 128  # bytes; a guess
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class ExchangeLayout:
 
     @cached_property
     def weights_at(self) -> int:
-        return _aligned(self.ids_at + self.places * self.top_k * ID_BYTES)
+        return _aligned(self.ids_at + self.places * self.top_k * WORD_BYTES)
 
     @cached_property
     def flags_at(self) -> int:
-        return _aligned(self.weights_at + self.places * self.top_k * WEIGHT_BYTES)
+        return _aligned(self.weights_at + self.places * self.top_k * WORD_BYTES)
 
     @cached_property
     def results_at(self) -> int:
-        return _aligned(self.flags_at + self.places * FLAG_BYTES)
+        return _aligned(self.flags_at + self.places * WORD_BYTES)
 
     @cached_property
     def result_flags_at(self) -> int:
@@ -57,7 +57,7 @@ class ExchangeLayout:
 
     @cached_property
     def num_bytes(self) -> int:
-        return _aligned(self.result_flags_at + self.places * FLAG_BYTES)
+        return _aligned(self.result_flags_at + self.places * WORD_BYTES)
 
 
 def _aligned(offset: int) -> int:

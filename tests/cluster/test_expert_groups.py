@@ -128,9 +128,8 @@ def test_groups_of_models_that_run_by_transformers_modules(kind: str) -> None:
     """In processes of their own, since transformers loads one model at a time."""
     folder = tiny_hf_model(kind)
     with ThreadPoolExecutor(2) as threads:
-        prefill, decode = threads.map(
-            partial(start_children, model=str(folder), transport="shm"), ("prefill", "decode")
-        )
+        start = partial(start_children, model=str(folder), transport="shm")
+        prefill, decode = threads.map(start, ("prefill", "decode"))
     try:
         check_hand_overs(folder, *([child.infos[0] for child in group] for group in (prefill, decode)))
     finally:

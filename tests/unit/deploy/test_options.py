@@ -323,7 +323,7 @@ def test_help_says_what_a_default_of_zero_means() -> None:
         for name, option in options.items()
         if option.help_with_default.endswith(("(default: 0)", "(default: 0.0)"))
     }
-    meant = {"prefill", "decode", "elastic", "device_index", "ray_routers"}
+    meant = {"prefill", "decode", "elastic", "device_index", "data_parallel_rank", "ray_routers"}
     assert plain == meant, "numbers that mean what they say"
     assert "; 0, the default: sized by" in NODE_OPTIONS["kv_cache_memory_bytes"].help_with_default
     assert "(0, the default: off)" in ROUTER_OPTIONS["rebalance_kv"].help_with_default

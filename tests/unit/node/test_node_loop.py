@@ -22,6 +22,7 @@ class OneStep:
         self.log, self.polls_left = log, num_polls
         self.inflight = False
         self.newest_read, self.device_waits = None, False
+        self.is_behind = False
 
     @property
     def device_is_busy(self) -> bool:
