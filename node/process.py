@@ -160,7 +160,7 @@ class NodeProcess:
         self.runner = self._make_runner(memory)
         self.together = make_group_steps(self.loaded.model.expert_group, self.runner)
         self.precise = make_precise_kv(self.loaded, options, self.grammars)
-        self.drafting = make_drafting(loaded.draft, options, num_blocks, self.runner, self._clock)
+        self.drafting = make_drafting(loaded.draft, options, num_blocks, self.runner, self._clock, self.ranks)
         self.control = self._make_control(sockets)
         self.logic = make_logic(self._context())
         self.publisher = make_publisher(options, self.info, num_usable, kept)

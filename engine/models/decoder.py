@@ -232,9 +232,12 @@ class DecoderModel(nn.Module):
         return hidden
 
     def _tap(self, layer: int, x_TE: torch.Tensor | UnaddedProduct | None, residual_TE: torch.Tensor) -> None:
-        if self.guess_head is not None:
-            assert not isinstance(x_TE, UnaddedProduct), "heads take whole products"
-            self.guess_head.taps.take(layer, x_TE, residual_TE)
+        if self.guess_head is None or layer not in self.guess_head.taps.layers:
+            return
+        assert not isinstance(x_TE, UnaddedProduct), "heads take whole products"
+        if self.group is not None and x_TE is not None:
+            x_TE = self.group.sum(x_TE.clone())
+        self.guess_head.taps.take(layer, x_TE, residual_TE)
 
     def compile_forward(self) -> None:
         """Has torch.compile make all but attention, when a pass first runs. Raises ConfigError for what can't be."""
@@ -278,6 +281,12 @@ class DecoderModel(nn.Module):
     def project(self, hidden_NE: torch.Tensor, out_NV: torch.Tensor | None = None) -> torch.Tensor:
         """[N, E] -> logits [N, V] in the model's dtype; in a group only those of this rank's run of the vocabulary."""
         return linear(hidden_NE, self.lm_head.weight[self._head_rows], None, out_NV)
+
+    def whole_output(self) -> torch.Tensor:
+        """The output matrix [V, E]; of several ranks a copy that each has whole, made by all of them together."""
+        if self.group is None or self.config.tie_word_embeddings:
+            return self.lm_head.weight
+        return self.group.gather_rows(self.lm_head.weight)
 
     def compute_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """[N, E] -> logits fp32 [N, V] of the whole vocabulary."""

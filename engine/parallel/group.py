@@ -131,6 +131,10 @@ class TensorParallel:
         self._stand_in.give(logits_NV, self._gathered)
         return logits_NV.repeat(1, self.shard.size)
 
+    def gather_rows(self, own_NE: torch.Tensor) -> torch.Tensor:
+        """[R * N, E]: the ranks' rows, in their order; not within a step."""
+        return self._gathered(own_NE).flatten(0, 1)
+
     def from_rank_0(self, tensor: torch.Tensor) -> torch.Tensor:
         """Overwrites `tensor` with rank 0's content and returns it."""
         if self._stand_in is None:

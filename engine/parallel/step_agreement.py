@@ -32,7 +32,7 @@ class StepAgreement:
         stuck_s: float = STUCK_S,
     ) -> None:
         """`links`: a stream to each other process, by its rank. `on_lost` is told, from another thread, when one ended
-        that had steps left."""
+        without which this one can't go on."""
         self._links = dict(links)
         self._on_lost, self._stuck_s = on_lost, stuck_s
         self._num_steps = 0  # that this process has told of
@@ -130,5 +130,7 @@ class StepAgreement:
             self._wake()
 
     def _ended(self, rank: int) -> None:
-        if not self._is_closed and rank not in self._gone:
+        """One that needs no step any more may end once the others don't, either: until then they can't go on without
+        it."""
+        if not (self._is_closed or (rank in self._gone and self._has_left)):
             self._on_lost(f"node {rank} of the group ended")

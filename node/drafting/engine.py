@@ -16,6 +16,7 @@ from tandem.engine.device.kv_pool import allocate_pool, make_layout
 from tandem.engine.models.choice import load_chosen, load_config
 from tandem.engine.running.at_start.memory import graph_bytes
 from tandem.engine.running.at_start.step_measure import measure_step_times
+from tandem.engine.running.heads.guess_steps import HeadFollowers
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.runner_needs import Model
 from tandem.engine.scheduling.clock import StepClock
@@ -119,10 +120,12 @@ def make_drafting(
     num_blocks: int,
     served: ModelRunner,
     clock: StepClock,
+    ranks: HeadFollowers | None = None,
 ) -> DraftEngine | HeadEngine | None:
-    """`served`: the model's runner. None: the node has neither draft model nor head, or guesses nothing."""
+    """`served`: the model's runner; `ranks`: the others that compute its steps. None: the node has neither draft model
+    nor head, or guesses nothing."""
     if loaded is None or options.role == "prefill":
         return None
     if isinstance(loaded, LoadedHead):
-        return HeadEngine(loaded, served, clock)
+        return HeadEngine(loaded, served, clock, ranks)
     return DraftEngine(loaded, options, num_blocks, served.device, clock)

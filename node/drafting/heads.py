@@ -23,7 +23,7 @@ from tandem.engine.models.heads.mtp_loader import load_mtp_head
 from tandem.engine.models.heads.taps import GuessHead
 from tandem.engine.models.identity import identity_with_head
 from tandem.engine.running.decode_graphs import graph_sizes
-from tandem.engine.running.heads.guess_steps import HeadSteps
+from tandem.engine.running.heads.guess_steps import HeadFollowers, HeadSteps
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.runner_needs import Model
 from tandem.engine.scheduling.clock import StepClock
@@ -82,16 +82,10 @@ def _eagle(
 ) -> tuple[GuessHead, msgspec.Struct]:
     """The head, and what identifies it beside its weights."""
     config, embedding = load_eagle_config(folder, model.config), model.embed_tokens.weight
-    head = EagleHead(
-        config,
-        embedding,
-        asked.num_speculative_tokens,
-        max_model_len,
-        embedding.dtype,
-        embedding.device,
-        options.attention_backend,
-    )
-    return fill_head(head, folder, options.model.load_format), config
+    sizes = config, embedding, asked.num_speculative_tokens, max_model_len, embedding.dtype
+    whole = EagleHead(*sizes, "meta", options.attention_backend)
+    head = EagleHead(*sizes, embedding.device, options.attention_backend, model.group)
+    return fill_head(head, whole, folder, options.model.load_format), config
 
 
 def _mtp(
@@ -106,7 +100,6 @@ def _mtp(
 def _checked(options: NodeOptions, model: Model, layout: KVLayout, method: str) -> DecoderModel:
     """The model. Raises ConfigError unless a head can be beside it."""
     refused = (
-        (options.tensor_parallel_size > 1, f"{method} runs on one GPU a node: leave --tensor-parallel-size out"),
         (
             layout.group.dtype.startswith("float8"),
             f"{method} keeps its keys beside the model's, in 16 bits or more: leave --kv-cache-dtype out",
@@ -128,17 +121,26 @@ def _checked(options: NodeOptions, model: Model, layout: KVLayout, method: str) 
     return model
 
 
+def make_head_steps(head: GuessHead, served: ModelRunner, followers: HeadFollowers | None = None) -> HeadSteps:
+    """The steps of a head whose layer `served` has bound. Raises ConfigError where there is no memory for its
+    buffers."""
+    assert served.features is not None
+    try:
+        rows, length = served.max_decode_rows, served.max_model_len
+        return HeadSteps(head, served.features, served.state, rows, length, followers)
+    except torch.OutOfMemoryError:
+        raise ConfigError("there is no memory for the head's buffers: lower --gpu-memory-utilization") from None
+
+
 class HeadEngine:
     """The head's steps, and the guesser for the node's scheduler."""
 
-    def __init__(self, loaded: LoadedHead, served: ModelRunner, clock: StepClock) -> None:
-        """`served` has bound the head's layer. Raises ConfigError where there is no memory for its buffers."""
-        assert served.features is not None
-        try:
-            rows = served.max_decode_rows
-            self.steps = HeadSteps(loaded.head, served.features, served.state, rows, served.max_model_len)
-        except torch.OutOfMemoryError:
-            raise ConfigError("there is no memory for the head's buffers: lower --gpu-memory-utilization") from None
+    def __init__(
+        self, loaded: LoadedHead, served: ModelRunner, clock: StepClock, followers: HeadFollowers | None = None
+    ) -> None:
+        """`served` has bound the head's layer. `followers`: the other ranks, which take part in each step. Raises
+        ConfigError where there is no memory for its buffers."""
+        self.steps = make_head_steps(loaded.head, served, followers)
         self.guesser = HeadTokens(self.steps, loaded.head.num_speculative_tokens, clock)
 
     def warm_up(self, captures: bool, measures: bool) -> None:

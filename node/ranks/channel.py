@@ -15,10 +15,12 @@ import numpy as np
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.wire.decoder import WireDecoder
 from tandem.engine.contracts.wire.parts import AdapterRef
-from tandem.engine.scheduling.step import SchedulerOutput, StepMeta
+from tandem.engine.scheduling.speculation.head_tokens import HeadRow
+from tandem.engine.scheduling.step import BlockAppend, SchedulerOutput, StepMeta
 
 LENGTH_BYTES = 4
-Verb = Literal["step", "dummy", "warm_up", "capture", "read", "let_go"]
+Verb = Literal["step", "dummy", "warm_up", "capture", "read", "let_go", "head"]
+HeadVerb = Literal["guess", "warm_up", "capture"]
 
 
 class RankSetup(msgspec.Struct, frozen=True):
@@ -38,13 +40,22 @@ class PoolFile(msgspec.Struct, frozen=True):
     offset: int
 
 
+class HeadCommand(msgspec.Struct, frozen=True, array_like=True):
+    """What the head that guesses is to do, with the arguments of HeadSteps.guess."""
+
+    verb: HeadVerb
+    rows: tuple[HeadRow, ...] = ()
+    appends: tuple[BlockAppend, ...] = ()
+
+
 class Command(msgspec.Struct, frozen=True, array_like=True):
     """An order to all ranks. `step` is the plan of a step; for a dummy step only its rows count. `adapter` is to be
-    read, beside steps, and answered by AdapterRead, or to be let go of."""
+    read, beside steps, and answered by AdapterRead, or to be let go of. `head`: of a head that guesses."""
 
     verb: Verb
     step: SchedulerOutput | None = None
     adapter: AdapterRef | None = None
+    head: HeadCommand | None = None
 
 
 class AdapterRead(msgspec.Struct, frozen=True, array_like=True):

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,8 +27,19 @@ from tandem.engine.parallel.group import Membership
 from tandem.engine.parallel.rendezvous import STUCK_S, make_store
 from tandem.engine.parallel.sharding import Shard
 from tandem.engine.process.watched import end_process
-from tandem.engine.scheduling.step import SchedulerOutput
-from tandem.node.ranks.channel import Command, PoolFile, RankSetup, Verb, as_announced, limit_sends, send
+from tandem.engine.scheduling.speculation.head_tokens import HeadRow
+from tandem.engine.scheduling.step import BlockAppend, SchedulerOutput
+from tandem.node.ranks.channel import (
+    Command,
+    HeadCommand,
+    HeadVerb,
+    PoolFile,
+    RankSetup,
+    Verb,
+    as_announced,
+    limit_sends,
+    send,
+)
 from tandem.node.ranks.lost_steps import LostSteps
 from tandem.node.ranks.rank_adapters import AdapterLeader
 
@@ -97,6 +108,10 @@ class Ranks:
     def announce(self, verb: Verb, step: SchedulerOutput | None = None) -> None:
         """Orders every rank to do this next; the caller must then do the same. Raises OSError when a rank is gone."""
         self._tell(Command(verb, None if step is None else as_announced(step)))
+
+    def announce_head(self, verb: HeadVerb, rows: Sequence[HeadRow], appends: Sequence[BlockAppend]) -> None:
+        """The same of the head that guesses, if the ranks have one."""
+        self._tell(Command("head", head=HeadCommand(verb, tuple(rows), tuple(appends))))
 
     def have_lost(self, step_id: int) -> bool:
         """Whether a rank had no memory for this step, which has ended, or for one before it."""

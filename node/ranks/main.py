@@ -19,7 +19,9 @@ from tandem.engine.process.process_name import name_process
 if TYPE_CHECKING:
     import torch
 
+    from tandem.engine.running.heads.guess_steps import HeadSteps
     from tandem.engine.running.runner import ModelRunner
+    from tandem.node.ranks.channel import HeadCommand
     from tandem.node.ranks.rank_adapters import AdapterFollower
     from tandem.node.setup import LoadedModel
 
@@ -51,6 +53,7 @@ def _run(commands: socket.socket) -> None:
     announced."""
     from tandem.engine.parallel.group import Membership
     from tandem.engine.running.runner import ModelRunner
+    from tandem.node.drafting.heads import LoadedHead, make_head_steps
     from tandem.node.ranks.channel import receive_setup
     from tandem.node.ranks.leader import shard_of
     from tandem.node.ranks.lost_steps import write_lost
@@ -84,9 +87,12 @@ def _run(commands: socket.socket) -> None:
         places=loaded.layout.group.places,
     )
     adapters = None if loaded.adapters is None else AdapterFollower(loaded.adapters.store, commands)
+    head = None
+    if isinstance(loaded.draft, LoadedHead) and options.role != "prefill":
+        head = make_head_steps(loaded.draft.head, runner)
     gc.collect()
     gc.freeze()
-    _follow(commands, runner, adapters)
+    _follow(commands, runner, adapters, head)
 
 
 def _own_pool(commands: socket.socket, loaded: LoadedModel, num_blocks: int) -> torch.Tensor | None:
@@ -105,7 +111,9 @@ def _own_pool(commands: socket.socket, loaded: LoadedModel, num_blocks: int) -> 
     return pool
 
 
-def _follow(commands: socket.socket, runner: ModelRunner, adapters: AdapterFollower | None) -> None:
+def _follow(
+    commands: socket.socket, runner: ModelRunner, adapters: AdapterFollower | None, head: HeadSteps | None
+) -> None:
     """Does what rank 0 announces, until it closes its end."""
     from tandem.node.ranks.channel import receive_command
 
@@ -117,9 +125,21 @@ def _follow(commands: socket.socket, runner: ModelRunner, adapters: AdapterFollo
         elif command.adapter is not None:
             assert adapters is not None
             adapters.hear(command)
+        elif command.head is not None:
+            assert head is not None
+            _follow_head(head, command.head)
         else:
             assert command.step is not None
             if command.verb == "step":
                 runner.execute(command.step)
             else:
                 runner.run_dummy(command.step.rows)
+
+
+def _follow_head(head: HeadSteps, command: HeadCommand) -> None:
+    if command.verb == "guess":
+        head.guess(command.rows, command.appends)
+    elif command.verb == "warm_up":
+        head.warm_up()
+    else:
+        head.capture()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from eagle_heads import DEMO, knowing_head, random_head, walking_model
-from served_head import GREEDY, check_adapters, check_knowing, check_moved, nodes_of
+from served_head import GREEDY, check_adapters, check_knowing, check_knowing_on_ranks, check_moved, nodes_of
 from split_pair import changed
 
 from in_process_cluster import Node, client_of, node_options
@@ -30,6 +30,21 @@ def test_a_head_that_knows_the_model_is_right(roles: list[str], tmp_path: Path) 
     model, config = walking_model(tmp_path / "model"), headed(knowing_head(tmp_path / "head"))
     nodes, where = nodes_of(roles, lambda role: node_options(role, model, speculative_config=config, chunk=32))
     check_knowing(nodes, where, most_steps=30)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param({"unified": 2}, marks=pytest.mark.slow),
+        {"prefill": 1, "decode": 2},
+        pytest.param({"prefill": 2, "decode": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_ranks_share_a_head_out(ranks: dict[str, int], tmp_path: Path) -> None:
+    """Its keys are handed over between unlike numbers of ranks, and ranks guess together."""
+    model, config = walking_model(tmp_path / "model"), headed(knowing_head(tmp_path / "head"))
+    check_knowing_on_ranks(ranks, model, config)
 
 
 def test_drawn_tokens_are_guessed_by_the_numbers_of_their_places(tmp_path: Path) -> None:
@@ -94,7 +109,6 @@ def test_a_head_that_does_not_fit_is_refused_by_name(changes: dict[str, object],
     [
         ({"kv_cache_dtype": "fp8_e4m3"}, "leave --kv-cache-dtype out"),
         ({"compile": True}, "--compile"),
-        ({"tensor_parallel_size": 2}, "leave --tensor-parallel-size out"),
         pytest.param(
             {"model": ModelOptions(str(DEMO), model_impl="transformers")},
             "hidden states of this model",

@@ -13,7 +13,7 @@ import torch
 from eagle_heads import DEMO
 from mtp_heads import FAMILIES, MtpCheckpoint, knowing_mtp, random_mtp
 from quantised_checkpoints import quantised_folders
-from served_head import GREEDY, check_adapters, check_knowing, check_moved, nodes_of
+from served_head import GREEDY, check_adapters, check_knowing, check_knowing_on_ranks, check_moved, nodes_of
 from split_pair import SAMPLED, changed
 
 from in_process_cluster import Node, client_of, node_options
@@ -42,6 +42,19 @@ def of_roles(roles: list[str], model: Path, **options: object) -> tuple[list[Nod
 def test_a_head_that_knows_the_model_is_right(roles: list[str], family: str, tmp_path: Path) -> None:
     nodes, where = of_roles(roles, knowing_mtp(tmp_path, family).served, speculative_config=guessing(), chunk=32)
     check_knowing(nodes, where, most_steps=35)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        ("deepseek_v3", {"prefill": 2, "decode": 2}),
+        pytest.param("mimo", {"prefill": 1, "decode": 2}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"unified": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_ranks_share_a_head_out(family: str, ranks: dict[str, int], tmp_path: Path) -> None:
+    check_knowing_on_ranks(ranks, knowing_mtp(tmp_path, family).served, guessing())
 
 
 @pytest.mark.parametrize(
@@ -146,7 +159,6 @@ def test_models_without_such_a_layer_are_refused_by_name() -> None:
     ("family", "changes", "says"),
     [
         ("deepseek_v3", {"compile": True}, "mtp doesn't go with --compile"),
-        ("mimo", {"tensor_parallel_size": 2}, "mtp runs on one GPU a node: leave --tensor-parallel-size out"),
         ("mimo", {"kv_cache_dtype": "fp8_e4m3"}, "leave --kv-cache-dtype out"),
     ],
 )

@@ -10,10 +10,11 @@ import torch
 from decode_trio import Trio, joined
 from eagle_heads import SIZE, next_tokens
 from handmade_steps import BLOCK, RunsDirectly, new_slot
+from node_child import NodeChild
 from split_pair import changed
 from tiny_adapters import tiny_adapter
 
-from in_process_cluster import Node, client_of, node_options
+from in_process_cluster import Client, Node, client_of, node_options
 from tandem.engine.adapters.adapter_files import read_adapter
 from tandem.engine.contracts.config import LoraOptions, NodeOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
@@ -173,3 +174,28 @@ def check_knowing(nodes: list[Node], where: dict, most_steps: int) -> None:
             counts = {key: count - before[key] for key, count in scheduler.spec_counters.items()}
             assert counts["spec_accepted_tokens"] >= 0.8 * counts["spec_draft_tokens"] > 20, (name, counts)
             assert scheduler.num_steps - num_steps <= most_steps
+
+
+def check_knowing_on_ranks(ranks: dict[str, int], model: Path, config: str, **options: object) -> None:
+    """A prompt's guesses are right on nodes of so many ranks each, by role, wherever its KV came from; twice, the
+    second time from the cache. Nodes are processes of their own."""
+    children = {
+        role: NodeChild((role,), "shm", num_ranks=count, model=str(model), speculative_config=config, **options)
+        for role, count in ranks.items()
+    }
+    infos = {role: child.infos[0] for role, child in children.items()}
+    decode = infos.get("decode") or infos["unified"]
+    client, out = Client(*infos.values()), walk(int(next_tokens()[PROMPT[-1]]), 60)
+    try:
+        for name in ("chunks", "cached"):
+            result = client.submit(name, PROMPT, GREEDY, decode=decode, prefill=infos.get("prefill"))
+            client.wait(result)
+            assert result.failed is None, result.failed
+            assert result.output() == out
+        client.until(lambda: client.statuses[decode.node_id].counters.get("spec_draft_tokens", 0) > 40)
+        counts = client.statuses[decode.node_id].counters
+        assert counts["spec_accepted_tokens"] >= 0.8 * counts["spec_draft_tokens"], counts
+    finally:
+        client.close()
+        for child in children.values():
+            child.stop()

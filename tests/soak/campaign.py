@@ -17,12 +17,12 @@ from pathlib import Path
 
 import psutil
 from asks import Ask, make_asks
+from changed_model import make_changed_model
 from clients import Clients
 from counted import Counted
 from moments import Arena, Moment, NoTarget, moments
 from processes import MARK, levels, shared_segments, wait_for_none
 from relay import RELAY_HOST, Relay
-from sliding_model import make_sliding_model
 from wall_clock import WallClock
 
 from real_cluster import RealCluster
@@ -63,11 +63,12 @@ class Plan:
     longest_s: float = 20.0
     restart_s: float = 120.0
     arguments: tuple[str, ...] = ()  # more options of `tandem serve`
-    slides: bool = False  # some layers of the model do
+    change: str = ""  # of the demo model: changed_model.py
+    in_group: int = 1  # nodes in place of each one, which share experts out
 
     @cached_property
     def model(self) -> Path:
-        return make_sliding_model(self.folder / "model") if self.slides else DEMO_MODEL
+        return make_changed_model(self.folder / "model", self.change) if self.change else DEMO_MODEL
 
     @property
     def is_split(self) -> bool:
@@ -84,7 +85,14 @@ class Plan:
 
     @property
     def num_nodes(self) -> int:
-        return self.elastic or (self.prefill + self.decode if self.is_split else 1)
+        return self.in_group * (self.elastic or (self.prefill + self.decode if self.is_split else 1))
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Options of nodes that share experts out; parts of a token's sum are added up in another order then."""
+        if self.in_group == 1:
+            return ()
+        return ("--data-parallel-size", str(self.in_group), "--enable-expert-parallel")
 
     @property
     def nodes(self) -> str:
@@ -150,7 +158,8 @@ def undisturbed(plan: Plan, mark: str) -> list[Ask]:
     temporary.mkdir(exist_ok=True)
     environment = {MARK: mark, "TMPDIR": str(temporary)}
     log = plan.folder / "reference.log"
-    with RealCluster(plan.model, "--workers", "1", start_s=180, log=log, environment=environment) as reference:
+    alone = ("--workers", "1", *plan.group)
+    with RealCluster(plan.model, *alone, start_s=180, log=log, environment=environment) as reference:
         return make_asks(reference.url, random.Random(plan.seed), plan.num_asks, plan.model)
 
 
@@ -192,7 +201,7 @@ def _arguments(plan: Plan, rng: random.Random, disk: Path) -> Iterator[str]:
         yield from (f"--{role}={count}" for role, count in roles.items())
     if plan.traces is not None:
         yield from ("--handoff-trace", str(plan.traces))
-    yield from plan.arguments
+    yield from (*plan.group, *plan.arguments)
 
 
 def _end_cluster(cluster: RealCluster) -> None:

@@ -23,7 +23,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "prompts by several nodes": {"transport": "shm", "elastic": 3, "arguments": (*HURRIED, *SHARED), "salted": 0.8},
     "nodes that lean": {"transport": "tcp", "prefill": 2, "arguments": ("--no-fixed-roles", *HURRIED)},
     "blocks kept once": {"transport": "shm", "prefill": 2, "arguments": ("--keep-kv-once",)},
-    "layers that slide": {"transport": "shm", "prefill": 2, "slides": True},
+    "layers that slide": {"transport": "shm", "prefill": 2, "change": "slide"},
+    "nodes that share experts": {"transport": "shm", "decode": 1, "change": "experts", "in_group": 2},
     "one node": {"transport": "local"},
 }
 

@@ -22,6 +22,8 @@ from tandem.engine.models.layers.basic import Linear, RMSNorm
 from tandem.engine.models.layers.decoder_layer import allocate_parameters
 from tandem.engine.models.layers.mlp import MLP
 from tandem.engine.models.rope import RotaryEmbedding
+from tandem.engine.parallel.group import TensorParallel
+from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.products.rotary_attention import rotary_attention, rotary_store
 
@@ -42,10 +44,14 @@ class EagleHead(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         attention_backend: str = "auto",
+        group: TensorParallel | None = None,
     ) -> None:
-        """`embedding_VE`: the served model's, which it reads; `max_model_len`: that model's."""
+        """`embedding_VE`: the served model's, which it reads; `max_model_len`: that model's. With a group, its heads of
+        attention and its columns of the MLP are this rank's; the rest is whole, and ranks make the same logits."""
         super().__init__()
-        self.config, layer = config, config.layer
+        self.shard = Shard() if group is None else group.shard
+        self.config, layer = config, self.shard.config(config.layer)
+        self.group = group
         self.num_speculative_tokens, self.dtype = num_speculative_tokens, dtype
         self.layer_name, self.taps = LAYER_NAME, FeatureTaps(config.feature_layers)
         self.query_size = layer.num_heads * layer.head_dim
@@ -55,9 +61,10 @@ class EagleHead(nn.Module):
         try:
             with torch.device("meta"):
                 self.fc = Linear(len(config.feature_layers) * size, size, bias=False)
-                self.hidden_norm, self.input_layernorm, self.post_attention_layernorm, self.norm = (
-                    RMSNorm(size, layer.rms_norm_eps) for _ in range(4)
+                self.hidden_norm, self.input_layernorm, self.norm = (
+                    RMSNorm(size, layer.rms_norm_eps) for _ in range(3)
                 )
+                self.post_attention_layernorm = RMSNorm(size, layer.rms_norm_eps, group)
                 self.qkv_proj = Linear(2 * size, width, bias=layer.qkv_bias)
                 self.o_proj = Linear(self.query_size, size, bias=layer.o_bias)
                 self.mlp = MLP(layer.hidden_size, layer.intermediate_size, layer.mlp_bias)
@@ -104,7 +111,8 @@ class EagleHead(nn.Module):
         x_RF, residual_RE = self._input(token_R, feature_RE)
         attended = rotary_attention(self.qkv_proj(x_RF), position_R, self.rotary.table(), LAYER_NAME)
         normed = self.post_attention_layernorm(self.o_proj(attended), residual_RE)
-        hidden: torch.Tensor = self.mlp(normed) + residual_RE
+        made = self.mlp(normed) if self.group is None else self.group.sum(self.mlp(normed))
+        hidden: torch.Tensor = made + residual_RE
         return hidden
 
     def project(self, hidden_RE: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from tandem.engine.models.dummy_weights import fill_with_noise
 from tandem.engine.models.heads.eagle3 import EagleHead
 from tandem.engine.models.quantised_layers import part_rows
 from tandem.engine.models.weights import PLAIN_DTYPES, StoredTensor, stored_tensors
+from tandem.engine.parallel.sharding import Cut
 
 # Whose names stand at the top of a checkpoint; all others are the layer's.
 TOP = ("fc", "norm", "lm_head")
@@ -19,19 +20,20 @@ TOP = ("fc", "norm", "lm_head")
 OFFSETS, PASSED_OVER = "d2t", ("t2d", "embed_tokens.weight", "model.embed_tokens.weight")
 
 
-def fill_head(head: EagleHead, folder: Path, load_format: str) -> EagleHead:
-    """The head with its weights. Raises CheckpointError for missing, unknown, misshapen or torn tensors."""
+def fill_head(head: EagleHead, whole: EagleHead, folder: Path, load_format: str) -> EagleHead:
+    """The head with its weights, in a group this rank's share; `whole`: all of it, on the meta device. Raises
+    CheckpointError for missing, unknown, misshapen or torn tensors."""
     if load_format == "dummy":
         for name, parameter in head.named_parameters():
             fill_with_noise(f"eagle3.{name}", parameter.data)
         head.token_W.mul_(head.config.layer.vocab_size // head.config.draft_vocab_size)
     else:
-        _fill(head, folder)
+        _fill(head, whole, folder)
     head.mlp.group()
     return head.eval()
 
 
-def _fill(head: EagleHead, folder: Path) -> None:
+def _fill(head: EagleHead, whole: EagleHead, folder: Path) -> None:
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{folder} has no safetensors: convert a head that is published as pytorch_model.bin (torch.load, then "
@@ -41,9 +43,13 @@ def _fill(head: EagleHead, folder: Path) -> None:
     stored = {_plain(name): (name, one) for name, one in stored_tensors(folder).items()}
     stored = {name: found for name, found in stored.items() if name not in PASSED_OVER}
     offsets = stored.pop(OFFSETS, None)
-    _check(folder, targets, {name: one for name, (_, one) in stored.items()})
+    _check(folder, _targets(whole), {name: one for name, (_, one) in stored.items()})
     for name, (full, one) in stored.items():
-        targets[name].copy_(_read(full, one))
+        tensor, cut = _read(full, one), _cut(head, name)
+        if not head.shard.holds(name):
+            targets[name].zero_()
+            continue
+        targets[name].copy_(tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start))
     config = head.config
     if offsets is None and config.draft_vocab_size != config.layer.vocab_size:
         raise CheckpointError(f"{folder}: no shard holds {OFFSETS}, which says its tokens; fetch the head again")
@@ -70,9 +76,14 @@ def _targets(head: EagleHead) -> dict[str, torch.Tensor]:
         first = name.partition(".")[0]
         inner = "self_attn." if first in ("qkv_proj", "o_proj") else ""
         full = name if first in TOP else f"midlayer.{inner}{name}"
-        for part, (start, stop) in part_rows(full, len(parameter), head.config.layer).items():
+        for part, (start, stop) in part_rows(full, len(parameter), head.shard.config(head.config.layer)).items():
             targets[part.removeprefix("model.")] = parameter.data[start:stop]
     return targets
+
+
+def _cut(head: EagleHead, name: str) -> Cut | None:
+    """What this rank takes of the layer's tensor `name`; None: all of it."""
+    return None if name.startswith(TOP) else head.shard.cut(name, head.config.layer)
 
 
 def _check(folder: Path, targets: dict[str, torch.Tensor], stored: dict[str, StoredTensor]) -> None:

@@ -28,7 +28,6 @@ class MtpHead(nn.Module):
     """Parameters are uninitialised until engine/models/heads/mtp_loader.py fills them. Implements `GuessHead`."""
 
     token_W: torch.Tensor
-    shard = Shard()  # it runs on one GPU, with all of its experts
 
     def __init__(
         self,
@@ -40,16 +39,20 @@ class MtpHead(nn.Module):
         scale_dtype: torch.dtype = torch.float16,
     ) -> None:
         """`model`: the served one, whose embedding, output matrix and rotations it uses. `scale_dtype`: of the scales
-        of weights of 4 bits. Raises ConfigError for sizes that can't be quantised."""
+        of weights of 4 bits. Raises ConfigError for sizes that can't be quantised. Where ranks share the model out the
+        layer is this rank's share, like the model's, and the rest whole. Nodes that share out experts have all of it.
+        """
         super().__init__()
-        layer, number = config.layer, str(config.layer.num_layers)
-        self.form, self.config, self.num_speculative_tokens = config, layer, num_speculative_tokens
+        self.group = group = None if device == "meta" else model.group
+        self.shard = Shard() if group is None else group.shard
+        layer, number = self.shard.config(config.layer), str(config.layer.num_layers)
+        self.form, self.config, self.num_speculative_tokens = config, config.layer, num_speculative_tokens
         self.dtype, self.taps = model.embed_tokens.weight.dtype, FeatureTaps([layer.num_layers])
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             with torch.device("meta"):
-                decoder_layer = DecoderLayer(layer, layer.num_layers, attention_backend, hides_first=True)
+                decoder_layer = DecoderLayer(layer, layer.num_layers, attention_backend, group, hides_first=True)
                 self.layers = nn.ModuleDict({number: decoder_layer})
                 self.enorm, self.hnorm, self.norm = (RMSNorm(layer.hidden_size, layer.rms_norm_eps) for _ in range(3))
                 self.eh_proj = Linear(2 * layer.hidden_size, layer.hidden_size, bias=False)
@@ -62,6 +65,8 @@ class MtpHead(nn.Module):
         self.layer_name, self.attention = decoder_layer.self_attn.layer_name, decoder_layer.self_attn.attention
         self.rotary = model.rotary
         self.embedding_VE, self.output_VE = model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+        if group is not None:
+            self.output_VE = model.whole_output().detach()
         self.requires_grad_(False)
 
     @property
@@ -101,6 +106,8 @@ class MtpHead(nn.Module):
     def forward(self, token_R: torch.Tensor, feature_RE: torch.Tensor, position_R: torch.Tensor) -> torch.Tensor:
         """[R, E]: what stands for the features of these tokens. Stores what the cache keeps of them."""
         added_RE, residual_RE = self.layer(None, self._input(token_R, feature_RE), position_R, self.rotary.table())
+        if self.group is not None:
+            added_RE = self.group.sum(added_RE)
         hidden_RE: torch.Tensor = added_RE + residual_RE
         return self.norm(hidden_RE) if self.form.carries_normed else hidden_RE  # type: ignore[no-any-return]
 

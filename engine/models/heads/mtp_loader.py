@@ -40,9 +40,14 @@ def load_mtp_head(
     stored = _checked(folder, config, whole, matrices)
     scales = quantised_layers.scale_dtype(stored)
     head = MtpHead(config, model, num_speculative_tokens, device, attention_backend, scales)
-    targets = {config.stored_name(name): target for name, target in targets_of(head, config.layer).items()}
-    for name, tensor in read_tensors({name: stored[name] for name in targets}):
-        targets[name].copy_(tensor)
+    own_parts = targets_of(head, head.shard.config(config.layer))
+    targets = {config.stored_name(name): target for name, target in own_parts.items()}
+    cuts = {config.stored_name(name): head.shard.cut(name, config.layer) for name in own_parts}
+    for name, tensor in read_tensors({name: stored[name] for name in targets}, cuts):
+        if head.shard.holds(name):
+            targets[name].copy_(tensor)
+        else:
+            targets[name].zero_()
     quantised_layers.fill(head, stored, device, lambda: None)
     own = dict(read_tensors({name: stored[name] for name in matrices if name in stored}))
     head.take_own(*(own.get(name) for name in matrices))

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from tandem.engine.parallel.group import TensorParallel
 from tandem.kernels.api.attention import Attention
 
 
@@ -37,6 +38,7 @@ class GuessHead(Protocol):
     """A head as the model and its runner use it. Its keys and values are one more layer of the pool."""
 
     layer_name: str
+    group: TensorParallel | None  # ranks that have a share of it each
     attention: Attention
     taps: FeatureTaps
     num_speculative_tokens: int

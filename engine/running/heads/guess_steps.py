@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -39,12 +39,28 @@ limited = RateLimited(logging.getLogger(__name__))
 StepKind = Literal["first", "later"]  # by the model's feature, by the head's own
 
 
+class HeadFollowers(Protocol):
+    """The other ranks, as rank 0 leads them: they do the same with their share of the head."""
+
+    def announce_head(
+        self, verb: Literal["guess", "warm_up", "capture"], rows: Sequence[HeadRow], appends: Sequence[BlockAppend]
+    ) -> None: ...
+
+
 class HeadSteps:
     """The head of one runner, whose layer must be bound. Implements `HeadRunner`."""
 
     def __init__(
-        self, head: GuessHead, features: HeadFeatures, state: BatchState, max_rows: int, max_model_len: int
+        self,
+        head: GuessHead,
+        features: HeadFeatures,
+        state: BatchState,
+        max_rows: int,
+        max_model_len: int,
+        followers: HeadFollowers | None = None,
     ) -> None:
+        """`followers`: the ranks that do each step along with this one; None: there are none, or this is one."""
+        self._followers = followers
         self._head, self._features, self._state = head, features, state
         self._max_model_len, self.device = max_model_len, state.device
         self.sizes = graph_sizes(max_rows)
@@ -61,9 +77,13 @@ class HeadSteps:
 
     @torch.inference_mode()
     def guess(self, rows: Sequence[HeadRow], appends: Sequence[BlockAppend]) -> list[list[int]] | None:
+        """As `HeadRunner` says. Raises OutOfMemoryError where other ranks wait for this one's part."""
+        self._announce("guess", rows, appends)
         try:
             drawn = self._launch(rows, appends)
         except torch.OutOfMemoryError:
+            if self._head.group is not None:
+                raise
             limited.warning("the device has no memory left to guess tokens; nothing is guessed for a step")
             return None
         if self.device.type == "cuda":
@@ -72,6 +92,15 @@ class HeadSteps:
             event.synchronize()
         columns = drawn.tolist()
         return [[columns[place][index] for place in range(row.num_guesses)] for index, row in enumerate(rows)]
+
+    def _announce(
+        self,
+        verb: Literal["guess", "warm_up", "capture"],
+        rows: Sequence[HeadRow] = (),
+        appends: Sequence[BlockAppend] = (),
+    ) -> None:
+        if self._followers is not None:
+            self._followers.announce_head(verb, rows, appends)
 
     def _launch(self, rows: Sequence[HeadRow], appends: Sequence[BlockAppend]) -> torch.Tensor:
         """The tokens of each step, on their way to the host: int64 [steps, R]. Those that no row wants may be any."""
@@ -157,6 +186,7 @@ class HeadSteps:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compiles kernels, by steps of every size."""
+        self._announce("warm_up")
         self._words[0] = -1
         for size in self.sizes:
             self._compute(size, "first")
@@ -165,6 +195,7 @@ class HeadSteps:
     @torch.inference_mode()
     def capture(self) -> None:
         """Captures every step, the largest first. CUDA only, once, after `warm_up`."""
+        self._announce("capture")
         stream = torch.cuda.Stream(self.device)
         pool: Any = None
         kinds: tuple[StepKind, StepKind] = ("first", "later")

@@ -96,15 +96,21 @@ def test_one_that_does_not_come_is_named() -> None:
         group.close()
 
 
-def test_the_end_of_one_with_steps_left_is_told_and_of_one_without_is_not() -> None:
+def test_an_end_is_told_unless_nobody_needs_steps() -> None:
+    """That of one whose time to drain is over is told to those that have work, though it has said that it has none."""
     group = Group(3)
     try:
         assert not group.ends[2].leave()
-        wait_until(lambda: all(2 in end._gone for end in group.ends[:2]))
+        assert not group.ends[1].leave()
+        wait_until(lambda: len(group.ends[0]._gone) == 2)
+        wait_until(lambda: 2 in group.ends[1]._gone)
         group.ends[2].close()
-        group.ends[1].close()
         wait_until(lambda: bool(group.lost[0]))
-        assert group.lost[0] == ["node 1 of the group ended"]
+        assert group.lost == [["node 2 of the group ended"], [], []]
+        group.ends[0].leave()
+        group.ends[1].close()
+        group.ends[0].close()
+        assert group.lost == [["node 2 of the group ended"], [], []]
     finally:
         group.close()
 
