@@ -59,6 +59,11 @@ def valid_slots(num_blocks: int, num_valid_last: int, block_size: int, num_last:
     return [block_size] * (num_blocks - num_last) + [num_valid_last] * min(num_last, num_blocks)
 
 
+def last_of_piece(piece: range, num_blocks: int, num_last: int) -> int:
+    """How many of the places `piece` in a list of `num_blocks` are among its last `num_last`."""
+    return min(len(piece), max(0, piece.stop - num_blocks + num_last))
+
+
 def sent_form(sums: np.ndarray, key: int, num_valid_last: int, block_size: int, num_last: int = 1) -> np.ndarray:
     """Digests as `digests_of_sums`, of sums on the host, as they are sent: little-endian int64 [n]."""
     digests = digests_of_sums(torch.from_numpy(sums), key, num_valid_last, block_size, num_last=num_last)

@@ -16,7 +16,7 @@ import torch
 
 from tandem.engine.contracts.kv_layout import KVLayout, kv_heads_of
 from tandem.engine.parallel.peer_memory import RankMemory
-from tandem.kernels.blocks.digest import block_digests
+from tandem.kernels.blocks.digest import block_digests, last_of_piece
 from tandem.kernels.blocks.move_blocks import BlockPlaces, move_blocks, why_not_words
 from tandem.kernels.blocks.push_blocks import list_pairs
 from tandem.kernels.blocks.quantization import as_bytes
@@ -93,7 +93,7 @@ class RankPools:
             blocks = self.new_blocks(len(ids))
             self.gather(ids, None, blocks, DIGEST_PROGRAMS)
             places = range(first, first + len(ids))
-            num_last = min(len(ids), max(0, places.stop - len(block_ids) + self.layout.group.blocks_each))
+            num_last = last_of_piece(places, len(block_ids), self.layout.group.blocks_each)
             made.append(
                 block_digests(blocks, range(len(ids)), key, num_valid_last, size, positions=places, num_last=num_last)
             )

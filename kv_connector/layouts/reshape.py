@@ -14,7 +14,7 @@ import torch
 from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.engine.device.saturation import saturated_blocks
 from tandem.engine.scheduling.step import WrittenSlots
-from tandem.kernels.blocks.digest import block_digests
+from tandem.kernels.blocks.digest import block_digests, last_of_piece
 from tandem.kernels.blocks.quantization import FP8_DTYPE, as_bytes, dequantize, quantize
 from tandem.kv_connector.layouts.geometry import BlockGeometry
 from tandem.kv_connector.layouts.plan import Part, ReshapePlan, StoredEncoding, plan
@@ -86,7 +86,7 @@ class Reshaper:
         for first in range(0, len(blocks), self.max_blocks):
             places = range(first, min(first + self.max_blocks, len(blocks)))
             staged = self.stage(blocks[first : places.stop], again=True)
-            num_last = min(len(places), max(0, places.stop - len(blocks) + self.num_last))
+            num_last = last_of_piece(places, len(blocks), self.num_last)
             made.append(
                 block_digests(
                     staged, range(len(places)), key, num_valid_last, block_size, positions=places, num_last=num_last

@@ -77,7 +77,7 @@ class HeadSteps:
 
     @torch.inference_mode()
     def guess(self, rows: Sequence[HeadRow], appends: Sequence[BlockAppend]) -> list[list[int]] | None:
-        """As `HeadRunner` says. Raises OutOfMemoryError where other ranks wait for this one's part."""
+        """The guesses, as `HeadRunner` has them. Raises OutOfMemoryError where other ranks wait for this one's part."""
         self._announce("guess", rows, appends)
         try:
             drawn = self._launch(rows, appends)
