@@ -98,6 +98,7 @@ class ExpertMail:
         self._counters = torch.zeros(layout.max_rows, dtype=torch.int32, device=device)
         self._is_alone = torch.ones(1, dtype=torch.int32, device=device)
 
+    @torch.inference_mode()  # what was made within a pass can't be written outside of one
     def join(self) -> None:
         """Has the others take part from here on. No rank may dispatch before all ranks' devices have done this."""
         self._is_alone.zero_()

@@ -176,11 +176,13 @@ def check_knowing(nodes: list[Node], where: dict, most_steps: int) -> None:
             assert scheduler.num_steps - num_steps <= most_steps
 
 
-def check_knowing_on_ranks(ranks: dict[str, int], model: Path, config: str, **options: object) -> None:
+def check_knowing_on_ranks(
+    ranks: dict[str, int], model: Path, config: str, transport: str = "shm", **options: object
+) -> None:
     """A prompt's guesses are right on nodes of so many ranks each, by role, wherever its KV came from; twice, the
     second time from the cache. Nodes are processes of their own."""
     children = {
-        role: NodeChild((role,), "shm", num_ranks=count, model=str(model), speculative_config=config, **options)
+        role: NodeChild((role,), transport, num_ranks=count, model=str(model), speculative_config=config, **options)
         for role, count in ranks.items()
     }
     infos = {role: child.infos[0] for role, child in children.items()}

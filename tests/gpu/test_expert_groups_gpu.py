@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,27 +58,27 @@ def folder_of(kind: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def groups() -> Iterator[dict[str, list[NodeChild]]]:
+def groups() -> Iterator[dict[str, Future[list[NodeChild]]]]:
     """All at once: each takes most of its start to compile."""
     with ThreadPoolExecutor(len(GROUPS)) as threads:
         started = {
             name: threads.submit(start_children, "unified", str(folder_of(kind)), device="cuda", **options)
             for name, (kind, options) in GROUPS.items()
         }
-    try:
-        yield {name: children.result() for name, children in started.items()}
-    finally:
-        for children in started.values():
-            for child in () if children.exception() else children.result():
-                child.stop()
+        yield started
+    for children in started.values():
+        for child in () if children.exception() else children.result():
+            child.stop()
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_nodes_that_share_experts_out_make_the_tokens_of_one(groups: dict[str, list[NodeChild]], name: str) -> None:
+def test_nodes_that_share_experts_out_make_the_tokens_of_one(
+    groups: dict[str, Future[list[NodeChild]]], name: str
+) -> None:
     """Prompts, then steps from graphs: first of one node while the other is idle, then of both. In 16 bits only that
     they run: a rounding changes experts."""
     kind, options = GROUPS[name]
-    nodes = [child.infos[0] for child in groups[name]]
+    nodes = [child.infos[0] for child in groups[name].result()]
     client = Client(*nodes)
     try:
         for turn, ranks in (("one", (1,)), ("both", (0, 1))):

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.several_gpus,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-ON_GPUS = {"dtype": "float32", "device": "cuda", "block_size": 64}
+ON_GPUS = {"transport": "auto", "dtype": "float32", "device": "cuda", "block_size": 64}
 
 
 def test_ranks_share_an_eagle_head_out(tmp_path: Path) -> None:

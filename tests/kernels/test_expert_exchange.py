@@ -13,7 +13,7 @@ import pytest
 import torch
 from waiting import PATIENCE_S
 
-from tandem.kernels.experts.exchange import ExchangeLayout, combine_twin
+from tandem.kernels.experts.exchange import ExchangeLayout, ExpertMail, combine_twin
 from tandem.kernels.experts.plans import experts_of_rank
 
 pytest.importorskip("triton", reason="triton is not installed: no kernel to interpret")
@@ -56,6 +56,16 @@ def test_ranks_have_each_expert_once() -> None:
 def test_parts_are_added_in_the_order_of_ranks() -> None:
     parts = torch.tensor([[[1e8]], [[1.0]], [[-1e8]]])
     assert combine_twin(parts).item() == 0.0
+
+
+def test_what_a_pass_has_opened_may_be_joined_outside_of_one() -> None:
+    """Models of transformers open the exchange in their trial."""
+    layout = exchange_ranks.layout_of(1)
+    with torch.inference_mode():
+        memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        mail = ExpertMail(0, memory, [memory.data_ptr()], layout)
+    mail.join()
+    assert int(mail._is_alone) == 0
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
