@@ -6,8 +6,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -125,15 +123,15 @@ def test_groups_of_prefill_and_of_decode_nodes(kind: str, transport: str) -> Non
 
 @pytest.mark.parametrize("kind", ["gpt_oss", pytest.param("glm4_moe", marks=pytest.mark.slow)])
 def test_groups_of_models_that_run_by_transformers_modules(kind: str) -> None:
-    """In processes of their own, since transformers loads one model at a time."""
+    """In processes of their own, since transformers loads one model at a time. One computes for the other."""
     folder = tiny_hf_model(kind)
-    with ThreadPoolExecutor(2) as threads:
-        start = partial(start_children, model=str(folder), transport="shm")
-        prefill, decode = threads.map(start, ("prefill", "decode"))
+    children = start_children("unified", str(folder), transport="shm")
+    nodes = [child.infos[0] for child in children]
     try:
-        check_hand_overs(folder, *([child.infos[0] for child in group] for group in (prefill, decode)))
+        check_hand_overs(folder, nodes[:1], nodes[1:])
+        check_hand_overs(folder, nodes[1:], nodes[:1])
     finally:
-        for child in (*prefill, *decode):
+        for child in children:
             child.stop()
 
 
@@ -144,7 +142,7 @@ def check_hand_overs(folder: Path, prefill: list[NodeInfo], decode: list[NodeInf
     try:
         results = [
             client.submit(
-                f"r{length}-{i}",
+                f"{prefill[0].node_id}-{length}-{i}",
                 random_prompt(length, length + i),
                 GREEDY,
                 decode=decode[(length + i) % len(decode)],
@@ -249,7 +247,10 @@ def test_nodes_beyond_the_experts_are_refused(tmp_path: Path) -> None:
 
 
 def test_threads_of_a_group_end() -> None:
-    before = {thread.name for thread in threading.enumerate()}
+    def agreeing() -> int:
+        return sum(thread.name == "step-agreement" for thread in threading.enumerate())
+
+    before = agreeing()
     with group_of("unified", tiny_model(MODEL)):
-        pass
-    wait_until(lambda: {thread.name for thread in threading.enumerate()} <= before | {"MainThread"})
+        assert agreeing() == before + 2
+    assert agreeing() == before
