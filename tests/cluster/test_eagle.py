@@ -35,8 +35,8 @@ def test_a_head_that_knows_the_model_is_right(roles: list[str], tmp_path: Path) 
 @pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param({"unified": 2}, marks=pytest.mark.slow),
-        {"prefill": 1, "decode": 2},
+        {"unified": 2},
+        pytest.param({"prefill": 1, "decode": 2}, marks=pytest.mark.slow),
         pytest.param({"prefill": 2, "decode": 1}, marks=pytest.mark.slow),
     ],
     ids=str,

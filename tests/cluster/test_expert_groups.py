@@ -199,6 +199,7 @@ def test_a_drained_node_stays_until_the_others_need_it_no_more() -> None:
         stop_group(nodes)
 
 
+@pytest.mark.slow
 def test_a_killed_node_takes_its_group_along_and_all_start_again() -> None:
     """Under `tandem serve`: requests fail or go elsewhere, and the group meets anew."""
     folder = tiny_model(MODEL)

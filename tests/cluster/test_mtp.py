@@ -48,11 +48,12 @@ def test_a_head_that_knows_the_model_is_right(roles: list[str], family: str, tmp
     ("family", "ranks"),
     [
         ("deepseek_v3", {"prefill": 2, "decode": 2}),
-        pytest.param("mimo", {"prefill": 1, "decode": 2}, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", {"unified": 2}, marks=pytest.mark.slow),
+        ("mimo", {"prefill": 1, "decode": 2}),
+        ("deepseek_v3", {"unified": 2}),
     ],
     ids=str,
 )
+@pytest.mark.slow  # as test_eagle.py asks of another head
 def test_ranks_share_a_head_out(family: str, ranks: dict[str, int], tmp_path: Path) -> None:
     check_knowing_on_ranks(ranks, knowing_mtp(tmp_path, family).served, guessing())
 
