@@ -21,9 +21,14 @@ def shares_experts(options: NodeOptions) -> bool:
 
 def check_expert_group(options: NodeOptions, config: ModelShape) -> None:
     """Raises ConfigError where nodes can't share out this model's experts, or can't do what is asked for beside it."""
+    size = options.data_parallel_size
+    if size > 1 and not options.enable_expert_parallel:
+        raise ConfigError(
+            f"--data-parallel-size {size}: a node is one of several only where they share experts out "
+            "(--enable-expert-parallel); leave it out, or have `tandem serve` start as many"
+        )
     if not shares_experts(options):
         return
-    size = options.data_parallel_size
     name = f"--data-parallel-size {size} with --enable-expert-parallel"
     if isinstance(config, ModelConfig) and config.mixture is None:
         raise ConfigError(f"{name}: not for {config.architecture}, which has no experts; leave it out")

@@ -225,6 +225,7 @@ def test_a_killed_node_takes_its_group_along_and_all_start_again() -> None:
         (MODEL, {"tensor_parallel_size": 2}, "--tensor-parallel-size"),
         (MODEL, {"compile": True}, "--compile"),
         (MODEL, {"data_parallel_rank": 2}, "give 0 to 1"),
+        ("llama", {"enable_expert_parallel": False}, "only where they share experts out"),
         (MODEL, {"data_parallel_rpc_port": 0}, "give --data-parallel-rpc-port"),
     ],
 )
