@@ -68,10 +68,7 @@ def load_model(
     layers = quantised_layers.layers_of(model)
     with LoadMeter(len(targets) + len(layers), on_loaded) as progress:
         for name, tensor in read_tensors({name: stored[name] for name in targets}, cuts):
-            if shard.holds(name):
-                targets[name].copy_(tensor)
-            else:
-                targets[name].zero_()
+            shard.fill(name, targets[name], tensor)
             progress.update()
         quantised_layers.fill(model, stored, device, progress.update)
     model.finish_loading()
@@ -93,7 +90,7 @@ def _fill_with_noise(model: DecoderModel, whole: DecoderModel) -> None:
             if part not in targets:
                 continue  # an expert of another process
             cut = shard.cut(part, config)
-            targets[part].copy_(tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start))
+            targets[part].copy_(tensor if cut is None else cut.of(tensor))
 
 
 def read_tensors(

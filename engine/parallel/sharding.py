@@ -11,6 +11,7 @@ those of some experts. Embedding, norms and routers are whole everywhere.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,6 +19,9 @@ from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.kv_layout import kv_heads_of
 from tandem.engine.contracts.model_config import MixtureConfig, ModelConfig
 from tandem.kernels.experts.plans import experts_of_rank
+
+if TYPE_CHECKING:
+    import torch
 
 MIXTRALS = ("w1", "w2", "w3")  # its experts' gate, down and up
 
@@ -29,6 +33,10 @@ class Cut:
     dim: int
     start: int
     stop: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These elements, a view."""
+        return tensor.narrow(self.dim, self.start, self.stop - self.start)
 
 
 @dataclass(frozen=True)
@@ -65,12 +73,8 @@ class Shard:
             held = experts_of_rank(self.group_rank, self.group_size, mixture.num_experts)
             return msgspec.structs.replace(own, held=held, exchanged=True)
         if self.expert_parallel:
-            return msgspec.structs.replace(own, held=self.experts(mixture.num_experts))
+            return msgspec.structs.replace(own, held=experts_of_rank(self.rank, self.size, mixture.num_experts))
         return msgspec.structs.replace(own, width=mixture.width // self.size)
-
-    def experts(self, num_experts: int) -> tuple[int, int]:
-        """The first expert of this rank and the one after its last, where experts are shared out whole."""
-        return experts_of_rank(self.rank, self.size, num_experts)
 
     def kv_heads(self, num_all: int) -> range:
         """Which of a model's KV heads this rank holds."""
@@ -106,6 +110,13 @@ class Shard:
         if part in ("o_proj", "down_proj", "w2"):
             return None if name.endswith("bias") else Cut(1, start, stop)
         return Cut(0, start, stop)
+
+    def fill(self, name: str, target: torch.Tensor, own: torch.Tensor) -> None:
+        """Makes `target`, of the tensor `name`, what this rank computes with: its own part, or zeros."""
+        if self.holds(name):
+            target.copy_(own)
+        else:
+            target.zero_()
 
     def holds(self, name: str) -> bool:
         """Whether this rank uses the tensor at all: what is added to a sum over ranks is added once, by rank 0."""

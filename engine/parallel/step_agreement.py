@@ -13,12 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from tandem.engine.parallel.rendezvous import STUCK_S
 from tandem.engine.process.watched import end_process, watched_thread
 
 STEP = struct.Struct("<qi")  # number of the step, rows
 NOTHING_MORE = -1  # in place of rows: this process needs no step any more
-# Longer than another process may need to compile what a step needs; that one has ended is noticed at once; a guess.
-STUCK_S = 600.0
 
 
 class StepAgreement:
@@ -37,8 +36,8 @@ class StepAgreement:
         self._on_lost, self._stuck_s = on_lost, stuck_s
         self._num_steps = 0  # that this process has told of
         self._heard = threading.Condition()
-        self._rows: dict[int, dict[int, int]] = {rank: {} for rank in links}  # by step, from `_num_steps` on
-        self._newest = dict.fromkeys(links, 0)
+        # By step, of those that this process has still to agree on.
+        self._rows: dict[int, dict[int, int]] = {rank: {} for rank in links}
         self._gone: set[int] = set()  # that need no step any more
         self._has_left = self._is_closed = False
         self._wake: Callable[[], object] = lambda: None
@@ -54,7 +53,7 @@ class StepAgreement:
     @property
     def is_behind(self) -> bool:
         """Whether another process has begun a step that this one hasn't."""
-        return any(newest > self._num_steps for newest in self._newest.values())
+        return any(self._rows.values())
 
     def agree(self, rows: int) -> int:
         """Begins the next step with so many rows, and returns the most that any process brings to it. Raises
@@ -124,7 +123,6 @@ class StepAgreement:
                 self._gone.add(rank)
             else:
                 self._rows[rank][number] = rows
-                self._newest[rank] = number
             self._heard.notify_all()
         if rows == NOTHING_MORE or number > self._num_steps:
             self._wake()

@@ -15,12 +15,11 @@ import numpy as np
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.wire.decoder import WireDecoder
 from tandem.engine.contracts.wire.parts import AdapterRef
-from tandem.engine.scheduling.speculation.head_tokens import HeadRow
+from tandem.engine.scheduling.speculation.head_tokens import HeadRow, HeadVerb
 from tandem.engine.scheduling.step import BlockAppend, SchedulerOutput, StepMeta
 
 LENGTH_BYTES = 4
 Verb = Literal["step", "dummy", "warm_up", "capture", "read", "let_go", "head"]
-HeadVerb = Literal["guess", "warm_up", "capture"]
 
 
 class RankSetup(msgspec.Struct, frozen=True):

@@ -27,12 +27,11 @@ from tandem.engine.parallel.group import Membership
 from tandem.engine.parallel.rendezvous import STUCK_S, make_store
 from tandem.engine.parallel.sharding import Shard
 from tandem.engine.process.watched import end_process
-from tandem.engine.scheduling.speculation.head_tokens import HeadRow
+from tandem.engine.scheduling.speculation.head_tokens import HeadRow, HeadVerb
 from tandem.engine.scheduling.step import BlockAppend, SchedulerOutput
 from tandem.node.ranks.channel import (
     Command,
     HeadCommand,
-    HeadVerb,
     PoolFile,
     RankSetup,
     Verb,

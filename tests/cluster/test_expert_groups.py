@@ -238,7 +238,7 @@ def test_what_cannot_be_is_refused(model: str, changes: dict, said: str) -> None
         load(options)
 
 
-def test_nodes_beyond_the_experts_are_refused(tmp_path: Path) -> None:
+def test_nodes_beyond_the_experts_are_refused() -> None:
     from tandem.engine.parallel.sharding import Shard
     from tandem.node.setup import load_config
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import mmap
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
+from gpu_ranks import graph_of, microseconds, said_by_rank_0
 
 from tandem.kernels.experts.exchange import (
     Arrived,
@@ -118,28 +117,9 @@ def _exchange(rank: int, num_ranks: int, path: str) -> None:
         check_exchange(mail, number, counts, capacity)
 
 
-def run_on_gpus(num_ranks: int, timeout_s: float = 100) -> dict[str, float]:
+def run_on_gpus(num_ranks: int) -> dict[str, float]:
     """For tests: what rank 0 says, when every rank found every exchange exact."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, str(Path(__file__))]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(num_ranks), port, "gpu"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        answers = []
-        for rank in ranks:
-            out, errors = rank.communicate(timeout=timeout_s)
-            assert rank.returncode == 0, errors.decode()[-4000:]
-            answers.append(out)
-        return json.loads(answers[0].splitlines()[-1])
-    finally:
-        for rank in ranks:
-            rank.kill()
+    return said_by_rank_0(Path(__file__), num_ranks, "gpu")
 
 
 GPU_ROWS = (1, 16, 64, 128, 256, 1024, 4096)
@@ -170,29 +150,12 @@ def _on_gpu(rank: int, num_ranks: int, port: int) -> None:
         print(json.dumps(took), flush=True)
 
 
-def _microseconds(mail: ExpertMail, rows: int, replays: int = 30) -> float:
+def _microseconds(mail: ExpertMail, rows: int) -> float:
     layout, device = mail.layout, mail._counters.device
     x, ids, weights = (each.to(device) for each in tokens_of(7, (rows,) * layout.num_ranks, rows, layout))
-    slots = torch.arange(rows, device=device)
-    sent = Sent(ids[mail.rank].contiguous(), slots, rows)
+    sent = Sent(ids[mail.rank].contiguous(), torch.arange(rows, device=device), rows)
     own, counts = x[mail.rank].contiguous(), weights[mail.rank].contiguous()
-
-    def call() -> None:
-        mail.combine(mail.dispatch(own, counts, sent).x, sent)
-
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(replays):
-            call()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return 1e3 * begin.elapsed_time(end) / replays
+    return microseconds(graph_of(lambda: mail.combine(mail.dispatch(own, counts, sent).x, sent)))
 
 
 if __name__ == "__main__":

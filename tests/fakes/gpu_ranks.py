@@ -13,6 +13,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,14 +26,22 @@ REPLAYS = 30
 WAYS: tuple[Way, ...] = ("words", "rows", "shares")
 
 
-def run_ranks(num_ranks: int, timeout_s: float = 100) -> dict[str, dict[str, float]]:
+def run_ranks(num_ranks: int) -> dict[str, dict[str, float]]:
     """For tests: what rank 0 says, when every rank found every exchange exact."""
+    return said_by_rank_0(Path(__file__), num_ranks)
+
+
+def said_by_rank_0(script: Path, num_ranks: int, *more: str, timeout_s: float = 100) -> Any:
+    """What rank 0 of processes that run `script` with RANK, RANKS, a free PORT and `more` prints last, from JSON, once
+    all have ended well."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    command = [sys.executable, str(Path(__file__))]
+    command = [sys.executable, str(script)]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(num_ranks), port], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [*command, str(rank), str(num_ranks), port, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         for rank in range(num_ranks)
     ]
     try:
@@ -47,7 +56,7 @@ def run_ranks(num_ranks: int, timeout_s: float = 100) -> dict[str, dict[str, flo
             rank.kill()
 
 
-def _graph_of(call) -> torch.cuda.CUDAGraph:  # type: ignore[no-untyped-def]
+def graph_of(call) -> torch.cuda.CUDAGraph:  # type: ignore[no-untyped-def]
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -57,7 +66,7 @@ def _graph_of(call) -> torch.cuda.CUDAGraph:  # type: ignore[no-untyped-def]
     return graph
 
 
-def _microseconds(graph: torch.cuda.CUDAGraph) -> float:
+def microseconds(graph: torch.cuda.CUDAGraph) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     graph.replay()
     begin.record()
@@ -125,7 +134,7 @@ def _run(rank: int, num_ranks: int, port: int) -> None:
             add_rms_norm(x, stream, weight, EPS)
 
         calls["nccl"] = by_nccl
-        took[rows] = {way: _microseconds(_graph_of(call)) for way, call in calls.items()}
+        took[rows] = {way: microseconds(graph_of(call)) for way, call in calls.items()}
         took[rows] |= {f"{way} launch": _launch_microseconds(calls[way]) for way in ("chosen", "nccl")}
     torch.cuda.synchronize()
     group.smallest(0)

@@ -42,3 +42,12 @@ def _first_device() -> None:
 def poisoned_memory() -> None:
     """Outputs come from freed memory full of NaN: what a kernel leaves unwritten shows."""
     torch.full((1 << 26,), float("nan"), device="cuda")
+
+
+@pytest.fixture
+def few_threads() -> Iterator[None]:
+    """For small models on CPU: a thread for each of many cores makes them slow."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(4, before))
+    yield
+    torch.set_num_threads(before)

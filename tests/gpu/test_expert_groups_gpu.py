@@ -21,20 +21,12 @@ from tiny_models import check_greedy, random_prompt, tiny_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.several_gpus,
+    pytest.mark.usefixtures("few_threads"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 SIZES = [size for size in (2, 4) if size <= torch.cuda.device_count()]
 LENGTHS = (1, 5, 17, 90, 300)
 GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def _few_threads() -> Iterator[None]:
-    """For the small models on CPU: a thread for each of many cores makes them slow."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(4, before))
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)

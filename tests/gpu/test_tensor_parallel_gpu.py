@@ -6,7 +6,6 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from tiny_models import check_greedy, random_prompt, reference_greedy, tiny_mode
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.several_gpus,
+    pytest.mark.usefixtures("few_threads"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
@@ -53,15 +53,6 @@ def test_exchanges_are_exact_eager_and_replayed(num_ranks: int) -> None:
     for rows, times in took.items():
         listed = ", ".join(f"{way} {time:.1f}" for way, time in times.items())
         print(f"\n{num_ranks} ranks, {rows} rows of 4096, sum and norm, us: {listed}", end="")
-
-
-@pytest.fixture(autouse=True)
-def _few_threads() -> Iterator[None]:
-    """For the small models on CPU: a thread for each of many cores makes them slow."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(4, before))
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import mail_ranks
 import pytest
 import torch
-from waiting import PATIENCE_S
+from interpreted_ranks import run_interpreted
 
 from tandem.kernels.products.all_reduce import MOST_ROW_BYTES, Mail, MailLayout, way_to_sum
 
@@ -23,21 +21,7 @@ def test_every_rank_gets_the_sum_and_the_token_of_all(tmp_path: Path) -> None:
     """Different numbers of rows in turn: lanes count for themselves, and both halves are used again."""
     num_ranks = 3
     sizes = [mail_ranks.layout_of(num_ranks, dtype).num_bytes for dtype in mail_ranks.ROUNDS]
-    memory = tmp_path / "mail"
-    memory.write_bytes(bytes(num_ranks * sum(sizes)))
-    command = [sys.executable, mail_ranks.__file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(num_ranks), str(memory)], stderr=subprocess.PIPE, env=environment)
-        for rank in range(num_ranks)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=4 * PATIENCE_S)
-            assert rank.returncode == 0, errors.decode()
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_interpreted(mail_ranks.__file__, num_ranks, tmp_path / "mail", num_ranks * sum(sizes))
 
 
 def test_few_bytes_go_as_words_and_many_ranks_share_rows() -> None:

@@ -4,14 +4,12 @@ other's memory; and the kernels compile for sm_90 without a GPU."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import exchange_ranks
 import pytest
 import torch
-from waiting import PATIENCE_S
+from interpreted_ranks import run_interpreted
 
 from tandem.kernels.experts.exchange import ExchangeLayout, ExpertMail, combine_twin
 from tandem.kernels.experts.plans import experts_of_rank
@@ -22,21 +20,8 @@ pytest.importorskip("triton", reason="triton is not installed: no kernel to inte
 def test_tokens_go_to_their_experts_and_come_back(tmp_path: Path) -> None:
     """Unlike numbers of tokens, capacities that change, ranks without tokens, padding; before that each rank alone."""
     num_ranks = 3
-    memory = tmp_path / "mail"
-    memory.write_bytes(bytes(num_ranks * (exchange_ranks.layout_of(num_ranks).num_bytes + 1)))
-    command = [sys.executable, exchange_ranks.__file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(num_ranks), str(memory)], stderr=subprocess.PIPE, env=environment)
-        for rank in range(num_ranks)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=4 * PATIENCE_S)
-            assert rank.returncode == 0, errors.decode()
-    finally:
-        for rank in ranks:
-            rank.kill()
+    num_bytes = num_ranks * (exchange_ranks.layout_of(num_ranks).num_bytes + 1)
+    run_interpreted(exchange_ranks.__file__, num_ranks, tmp_path / "mail", num_bytes)
 
 
 @pytest.mark.parametrize("layout", [exchange_ranks.layout_of(3), ExchangeLayout(8, 8192, 7168, 8, 256, torch.bfloat16)])

@@ -46,10 +46,7 @@ def _fill(head: EagleHead, whole: EagleHead, folder: Path) -> None:
     _check(folder, _targets(whole), {name: one for name, (_, one) in stored.items()})
     for name, (full, one) in stored.items():
         tensor, cut = _read(full, one), _cut(head, name)
-        if not head.shard.holds(name):
-            targets[name].zero_()
-            continue
-        targets[name].copy_(tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start))
+        head.shard.fill(name, targets[name], tensor if cut is None else cut.of(tensor))
     config = head.config
     if offsets is None and config.draft_vocab_size != config.layer.vocab_size:
         raise CheckpointError(f"{folder}: no shard holds {OFFSETS}, which says its tokens; fetch the head again")

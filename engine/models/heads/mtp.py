@@ -64,9 +64,8 @@ class MtpHead(nn.Module):
         self.register_buffer("token_W", torch.arange(layer.vocab_size, device=device))
         self.layer_name, self.attention = decoder_layer.self_attn.layer_name, decoder_layer.self_attn.attention
         self.rotary = model.rotary
-        self.embedding_VE, self.output_VE = model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
-        if group is not None:
-            self.output_VE = model.whole_output().detach()
+        output_VE = model.lm_head.weight if group is None else model.whole_output()
+        self.embedding_VE, self.output_VE = model.embed_tokens.weight.detach(), output_VE.detach()
         self.requires_grad_(False)
 
     @property

@@ -44,10 +44,7 @@ def load_mtp_head(
     targets = {config.stored_name(name): target for name, target in own_parts.items()}
     cuts = {config.stored_name(name): head.shard.cut(name, config.layer) for name in own_parts}
     for name, tensor in read_tensors({name: stored[name] for name in targets}, cuts):
-        if head.shard.holds(name):
-            targets[name].copy_(tensor)
-        else:
-            targets[name].zero_()
+        head.shard.fill(name, targets[name], tensor)
     quantised_layers.fill(head, stored, device, lambda: None)
     own = dict(read_tensors({name: stored[name] for name in matrices if name in stored}))
     head.take_own(*(own.get(name) for name in matrices))

@@ -47,9 +47,10 @@ def experts_forward(
     `tandem_group`, if there is one, and left out otherwise."""
     own: OwnExperts | None = getattr(module, "tandem_experts", None)
     group: ExpertGroup | None = getattr(module, "tandem_group", None)
-    ids_Tk = top_k_index.int().contiguous()
     if group is None or own is None:
-        return _own_mixture(module, hidden_states, ids_Tk if own is None else own.ids(ids_Tk, NOT_HERE), top_k_weights)
+        ids_Tk = top_k_index if own is None else own.ids(top_k_index, NOT_HERE)
+        return _own_mixture(module, hidden_states, ids_Tk, top_k_weights)
+    ids_Tk = top_k_index.int().contiguous()
     if not group.is_open:  # all nodes try the model, and come here first in the same layer
         group.open(hidden_states.shape[1], ids_Tk.shape[1], own.num_experts, hidden_states.dtype)
     weights_Tk, slots_T = top_k_weights.float().contiguous(), slots_of_pass(len(ids_Tk))
@@ -59,20 +60,22 @@ def experts_forward(
 def _own_mixture(
     module: Any, hidden_states: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor
 ) -> torch.Tensor:
-    """[T, E]: what the experts that are here make. `ids_Tk` int32, from 0 and NOT_HERE."""
+    """[T, E]: what the experts that are here make. `ids_Tk` from 0, and NOT_HERE where some are elsewhere."""
     own: OwnExperts | None = getattr(module, "tandem_experts", None)
     of_all, stacks = None if own is None else own.num_experts, getattr(module, "tandem_stacks", None)
     if stacks is not None:
         clamp = Clamp(module.alpha, module.limit)
         gate_up, down = stacks
-        return mixture.mixture(hidden_states, ids_Tk, weights_Tk.float(), gate_up, down, clamp, of_all)
+        return mixture.mixture(hidden_states, ids_Tk.int(), weights_Tk.float(), gate_up, down, clamp, of_all)
     if hidden_states.is_cuda and _is_plain(module):
         matrices = module.gate_up_proj, module.down_proj
         if mixture.serves(hidden_states, ids_Tk, *matrices):
-            return mixture.mixture(hidden_states, ids_Tk, weights_Tk.float(), *matrices, num_experts=of_all)
-    is_here = ids_Tk != NOT_HERE
-    top_k_index = torch.where(is_here, ids_Tk, module.num_experts).long()  # what transformers takes for those elsewhere
-    top_k_weights = weights_Tk if own is None else weights_Tk.masked_fill(~is_here, 0.0)
+            return mixture.mixture(hidden_states, ids_Tk.int(), weights_Tk.float(), *matrices, num_experts=of_all)
+    top_k_index, top_k_weights = ids_Tk.long(), weights_Tk
+    if own is not None:
+        is_elsewhere = top_k_index == NOT_HERE
+        top_k_index = top_k_index.masked_fill(is_elsewhere, module.num_experts)  # what transformers takes for those
+        top_k_weights = top_k_weights.masked_fill(is_elsewhere, 0.0)
     asks_host = hidden_states.is_cuda and not _groups_on_device(hidden_states.device, hidden_states.dtype)
     if asks_host and (len(hidden_states) <= DENSE_TOKENS or torch.cuda.is_current_stream_capturing()):
         return all_experts(module, hidden_states, top_k_index, top_k_weights)

@@ -207,7 +207,7 @@ def _run(tensor: torch.Tensor, axis: int, shard: Shard) -> torch.Tensor:
 
 
 def _taken(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
-    return tensor.detach().narrow(cut.dim, cut.start, cut.stop - cut.start).clone()
+    return cut.of(tensor.detach()).clone()
 
 
 def _cut(tensor: torch.Tensor, axis: int, shard: Shard, kv_heads: int | None = None) -> Cut:

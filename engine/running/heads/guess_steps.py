@@ -24,7 +24,7 @@ from tandem.engine.running.decode_graphs import ROW_MULTIPLE, graph_sizes, witho
 from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.sampler import SamplingBatch, sample
 from tandem.engine.running.step_result import to_host
-from tandem.engine.scheduling.speculation.head_tokens import HeadRow
+from tandem.engine.scheduling.speculation.head_tokens import HeadRow, HeadVerb
 from tandem.engine.scheduling.step import BlockAppend, SampleRow
 from tandem.kernels.api.attention import metadata_backend
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
@@ -42,9 +42,7 @@ StepKind = Literal["first", "later"]  # by the model's feature, by the head's ow
 class HeadFollowers(Protocol):
     """The other ranks, as rank 0 leads them: they do the same with their share of the head."""
 
-    def announce_head(
-        self, verb: Literal["guess", "warm_up", "capture"], rows: Sequence[HeadRow], appends: Sequence[BlockAppend]
-    ) -> None: ...
+    def announce_head(self, verb: HeadVerb, rows: Sequence[HeadRow], appends: Sequence[BlockAppend]) -> None: ...
 
 
 class HeadSteps:
@@ -93,12 +91,7 @@ class HeadSteps:
         columns = drawn.tolist()
         return [[columns[place][index] for place in range(row.num_guesses)] for index, row in enumerate(rows)]
 
-    def _announce(
-        self,
-        verb: Literal["guess", "warm_up", "capture"],
-        rows: Sequence[HeadRow] = (),
-        appends: Sequence[BlockAppend] = (),
-    ) -> None:
+    def _announce(self, verb: HeadVerb, rows: Sequence[HeadRow] = (), appends: Sequence[BlockAppend] = ()) -> None:
         if self._followers is not None:
             self._followers.announce_head(verb, rows, appends)
 

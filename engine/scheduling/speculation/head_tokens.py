@@ -7,7 +7,7 @@ sequence. Whatever a head saw, the worst is a guess that is wrong.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.request import Request
@@ -16,6 +16,9 @@ from tandem.engine.scheduling.times.step_times import StepTimes
 
 # Known tokens without which nothing is guessed: at position 0 a head has nothing to attend to.
 LEAST_TOKENS = 2
+
+
+HeadVerb = Literal["guess", "warm_up", "capture"]  # what the ranks that share a head out do together
 
 
 class HeadRow(NamedTuple):
