@@ -73,7 +73,7 @@ class RequestBook:
     num_ended: int = 0
 
     def __post_init__(self) -> None:
-        self._tombstones: OrderedDict[AttemptKey, None] = OrderedDict()
+        self._tombstones: OrderedDict[AttemptKey, NodeKey] = OrderedDict()  # and whose they were
         self._deadlines: list[tuple[float, AttemptKey]] = []
         self._outbox: list[tuple[NodeKey, Message]] = []
         self._deltas: dict[NodeKey, list[TokenDelta]] = {}
@@ -82,15 +82,20 @@ class RequestBook:
 
     # --- requests in ----------------------------------------------------------------------------------------
 
-    def older_attempts(self, submit: Submit) -> list[AcceptedRequest]:
-        """The live attempts of the same request with lower numbers than the Submit's, in order."""
-        older = sorted(each for each in self._attempts.get(submit.request_id, ()) if each < submit.attempt)
-        return [self.entries[AttemptKey(submit.request_id, attempt)] for attempt in older]
+    def older_attempts(self, newer: AcceptedRequest) -> list[AcceptedRequest]:
+        """The live attempts of the same router's request with lower numbers, in order."""
+        name, number = newer.request.key
+        older = [self.entries[AttemptKey(name, each)] for each in sorted(self._attempts[name]) if each < number]
+        return [entry for entry in older if entry.router == newer.router]
 
     def open(self, router: NodeKey, submit: Submit, now: float, adapter: object = None) -> AcceptedRequest | None:
-        """A new entry to be started by the caller, or None when `submit` was answered here (duplicate, invalid).
-        `adapter`: in host memory, as long as the entry lives."""
+        """A new entry to be started by the caller, or None when `submit` was answered here (duplicate, invalid, of
+        a name that another router has used). `adapter`: in host memory, as long as the entry lives."""
         key = submit.key
+        if self._router_of(key) not in (None, router):
+            # No duplicate: "accepted" would promise tokens that go to the other, or have gone.
+            self.refuse(router, submit, "name_taken", "another router has a request of this name", retryable=True)
+            return None
         if key in self.entries:
             self._accept(self.entries[key])
             return None
@@ -128,11 +133,13 @@ class RequestBook:
         self, router: NodeKey, key: AttemptKey, samples: Sequence[int]
     ) -> tuple[AcceptedRequest | None, bool]:
         """Closes `samples` (all when empty) and answers. Returns the entry, if it lived, and whether nothing of it is
-        left."""
+        left. Another router's entry is not touched."""
         self._send(router, Cancelled(request_id=key.request_id, attempt=key.attempt, sample_indices=tuple(samples)))
         entry = self.entries.get(key)
         if entry is None:
-            self._bury(key)
+            self._bury(key, router)
+            return None, False
+        if entry.router != router:
             return None, False
         entry.close(samples or list(entry.open_samples))
         if entry.open_samples:
@@ -305,15 +312,20 @@ class RequestBook:
     def _send(self, router: NodeKey, message: Message) -> None:
         self._outbox.append((router, message))
 
+    def _router_of(self, key: AttemptKey) -> NodeKey | None:
+        """The router that has submitted or cancelled this attempt; None: nobody has, as far as is remembered."""
+        entry = self.entries.get(key)
+        return self._tombstones.get(key) if entry is None else entry.router
+
     def _end(self, key: AttemptKey) -> None:
-        del self.entries[key]
+        entry = self.entries.pop(key)
         self._attempts[key.request_id].remove(key.attempt)
         if not self._attempts[key.request_id]:
             del self._attempts[key.request_id]
         self.num_ended += 1
-        self._bury(key)
+        self._bury(key, entry.router)
 
-    def _bury(self, key: AttemptKey) -> None:
-        self._tombstones[key] = None
+    def _bury(self, key: AttemptKey, router: NodeKey) -> None:
+        self._tombstones.setdefault(key, router)
         if len(self._tombstones) > NUM_TOMBSTONES:
             self._tombstones.popitem(last=False)

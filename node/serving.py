@@ -199,7 +199,7 @@ class ServingNode:
             return
         entry = self.book.open(router, submit, now, found.adapter)
         if entry is not None:
-            self._stop_older_attempts(submit, now)
+            self._stop_older_attempts(entry, now)
             self._start_contained(entry, now)
 
     def _start_contained(self, entry: AcceptedRequest, now: float) -> None:
@@ -212,8 +212,8 @@ class ServingNode:
             self.book.fail(entry.request.key, "internal_error", "the node can't start this request", retryable=True)
             self.stop(entry, now)
 
-    def _stop_older_attempts(self, submit: Submit, now: float) -> None:
-        for entry in self.book.older_attempts(submit):
+    def _stop_older_attempts(self, newer: AcceptedRequest, now: float) -> None:
+        for entry in self.book.older_attempts(newer):
             self.book.cancel_samples(entry.router, entry.request.key, ())
             self.stop(entry, now)
 

@@ -63,14 +63,15 @@ class PoolingNode:
         entry = self.book.open(router, submit, now)
         if entry is None:
             return
-        for older in self.book.older_attempts(submit):
+        for older in self.book.older_attempts(entry):
             self._cancel(older.router, older.request.key)
         self.book.accept(entry)
         self._waiting[submit.key] = entry
 
     def _cancel(self, router: NodeKey, key: AttemptKey) -> None:
-        self.book.cancel_samples(router, key, ())
-        self._waiting.pop(key, None)
+        _, ended = self.book.cancel_samples(router, key, ())
+        if ended:
+            self._waiting.pop(key, None)
 
     def on_tick(self, now: float) -> None:
         for entry in self.book.expired(now):

@@ -13,7 +13,7 @@ from router_in_thread import RouterInThread
 from split_pair import GREEDY, Alone, changed
 from waiting import PATIENCE_S, wait_until
 
-from in_process_cluster import BLOCK, FAST, Node, client_of, node_options
+from in_process_cluster import BLOCK, FAST, Client, Node, client_of, node_options
 from tandem.engine.contracts.keys import NodeKey
 from tandem.router.process.worker import Sources
 from tiny_models import random_prompt, tiny_model
@@ -57,6 +57,26 @@ def test_two_nodes_compute_for_each_other_at_the_same_time(alone: Alone) -> None
             assert [result.output()] == alone.run(prompt, changed(GREEDY, max_tokens=LENGTH))
         commits = [node.process.logic.handoffs.sink.counters.commits for node in nodes]
         assert min(commits) == len(prompts) // 2
+
+
+def test_a_name_is_one_routers_alone(alone: Alone) -> None:
+    """Whatever part each node has in the second request: it is told that it gets nothing under this name."""
+    prompt = random_prompt(40, seed=1)
+    with running("unified", "unified") as nodes, client_of(nodes) as client:
+        one, two = (node.info for node in nodes)
+        client.wait(client.submit("same", prompt, GREEDY, decode=two, prefill=one))
+        other = Client(one, two)
+        try:
+            refused = other.submit("same", prompt, GREEDY, decode=one, prefill=two)
+            other.wait(refused)
+            assert refused.failed is not None
+            assert (refused.failed.code, refused.failed.retryable) == ("name_taken", True)
+            again = other.submit("same", prompt, GREEDY, decode=one, prefill=two, attempt=1)
+            other.wait(again)
+        finally:
+            other.close()
+        assert again.failed is None, again.failed
+        assert [again.output()] == alone.run(prompt, GREEDY)
 
 
 def test_work_goes_the_other_way_when_the_mix_does(alone: Alone) -> None:

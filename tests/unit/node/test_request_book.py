@@ -84,6 +84,44 @@ def test_a_cancel_that_overtakes_its_submit(book: RequestBook) -> None:
     assert book.num_accepted == 0
 
 
+@pytest.mark.parametrize("state", ["lives", "has ended", "was cancelled before it came"])
+def test_a_name_that_another_router_has_used_is_refused(book: RequestBook, state: str) -> None:
+    """An Accepted would be the last that it hears: the tokens go to the other, or have gone."""
+    key, opened = AttemptKey("r", 0), Opened(book)
+    if state != "was cancelled before it came":
+        opened.open()
+    if state != "lives":
+        book.cancel_samples(ROUTER, key, ())
+    book.drain_outbox()
+    assert book.open(OTHER, submit(), 1.0) is None  # type: ignore[arg-type]
+    [(router, failed)] = book.drain_outbox()
+    assert router == OTHER
+    assert isinstance(failed, RequestFailed)
+    assert (failed.code, failed.retryable) == ("name_taken", True)
+    assert book.open(ROUTER, submit(), 1.0) is None
+    assert book.drain_outbox() == [(ROUTER, Accepted(request_id="r", attempt=0))], "its own is a duplicate still"
+    opened.open(router=OTHER, attempt=1)
+
+
+def test_what_another_router_cancels_goes_on(book: RequestBook) -> None:
+    key, entry = AttemptKey("r", 0), Opened(book).open()
+    assert book.cancel_samples(OTHER, key, ()) == (None, False)  # type: ignore[arg-type]
+    assert book.drain_outbox() == [(OTHER, Cancelled(request_id="r", attempt=0))]
+    assert book.entries == {key: entry}
+    assert book.cancel_samples(ROUTER, key, ()) == (entry, True)
+    book.cancel_samples(OTHER, key, ())  # type: ignore[arg-type]
+    book.drain_outbox()
+    assert book.open(ROUTER, submit(), 1.0) is None
+    assert book.drain_outbox() == [(ROUTER, Accepted(request_id="r", attempt=0))]
+
+
+def test_older_attempts_are_the_same_routers(book: RequestBook) -> None:
+    opened = Opened(book)
+    first, _, second = opened.open(), opened.open(router=OTHER, attempt=1), opened.open(attempt=2)
+    newest = opened.open(attempt=7)
+    assert book.older_attempts(newest) == [first, second]
+
+
 def test_cancel_is_idempotent_and_ends_once(book: RequestBook) -> None:
     entry = Opened(book).open()
     assert book.cancel_samples(ROUTER, AttemptKey("r", 0), ()) == (entry, True)
