@@ -213,12 +213,15 @@ class NodeLoop:
             self._times.paused()
 
     def _serve_urgent(self, is_urgent: Callable[[object], bool]) -> None:
-        """Serves events that other nodes wait for, so that they do not wait for the running step."""
+        """Serves events that other nodes wait for, so that they do not wait for the running step. One for whose end the
+        device waits is not looked at in the end, but waited for."""
         if self._core.read_would_wait:
             self._write_outbox()
         while not self._held_up and self._core.read_would_wait:
+            early = self._ends_at() - EARLY_S - time.monotonic()
+            if early <= 0 and self._core.read_decides:
+                return
             try:
-                early = self._ends_at() - EARLY_S - time.monotonic()
                 event = self._inbox.get(timeout=min(max(STEP_POLL_S, early), LOOK_S))
             except queue.Empty:
                 continue

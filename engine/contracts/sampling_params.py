@@ -45,6 +45,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature == 0.0
 
     @property
+    def is_penalised(self) -> bool:
+        """Whether what may be drawn depends on how often tokens came before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
     def is_guided(self) -> bool:
         """Whether what may be drawn depends on more than the logits: rows of such requests have masks."""
         return bool(self.grammar or self.allowed_token_ids or self.bad_words)

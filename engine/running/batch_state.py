@@ -21,7 +21,7 @@ from tandem.engine.device.upload import upload
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.running.sampler import LogitEdits, Penalties, RandomSettings, SamplingBatch
 from tandem.engine.scheduling.beams.search import num_candidates
-from tandem.engine.scheduling.step import BlockAppend, ForkSlot, NewSlot, SampleRow, ScheduledRow
+from tandem.engine.scheduling.step import UNSEEN, BlockAppend, ForkSlot, NewSlot, SampleRow, ScheduledRow
 from tandem.engine.scheduling.stop import end_ids
 
 limited = RateLimited(logging.getLogger(__name__))
@@ -97,6 +97,9 @@ class BatchState:
         """Takes in sequences that enter, blocks that tables gained and drafts of `samples`, before the step's forward
         pass. Returns slot -> why its settings can't be used; such a slot is computed as a greedy one, and its tokens
         must be dropped."""
+        drafted = [sample for sample in samples if 0 <= sample.draft < UNSEEN]
+        if not (new_slots or block_appends or drafted):
+            return {}
         failed = {}
         for new in new_slots:
             try:
@@ -117,7 +120,6 @@ class BatchState:
         columns = self.token_ids_SC.shape[1]
         token_at = [new.slot * columns + np.arange(len(new.token_ids)) for new in new_slots]
         token_values = [new.token_ids for new in new_slots]
-        drafted = [sample for sample in samples if sample.draft >= 0]
         token_at.append(np.array([each.slot * columns + each.position - 1 for each in drafted], np.int64))
         token_values.append(np.array([each.draft for each in drafted], np.int64))
         self._scatter([*patches, (self.token_ids_SC, token_at, token_values)])
@@ -358,7 +360,7 @@ def _settings_row(
 ) -> tuple:
     """One record of SETTINGS."""
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    penalised = penalties != (1.0, 0.0, 0.0)
+    penalised = params.is_penalised
     return (
         0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE),
         params.top_p,

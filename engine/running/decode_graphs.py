@@ -2,14 +2,14 @@
 
 A decode step brings one token a sequence. A short chunk of a prompt can come as well, each of its tokens as a row of
 its own, and so do guesses behind a sequence's newest token: the rows store their keys before any of them reads, and
-each reads as far as its own position (not so in the smallest graphs, see `size_for`). Launched kernel by kernel, such a
-step would take the host several times as long as it takes the device.
+each reads as far as its own position (not so in the smallest graphs of decodes, see `kind_for`). Launched kernel by
+kernel, such a step would take the host several times as long as it takes the device.
 
 Each graph has a fixed number of rows; a step takes the smallest that holds its rows and pads with slot -1. All graphs
 read the same input buffers and share one memory pool, since only one runs at a time. Nothing in a graph depends on
 lengths: they are read on the device, as are the prefixes that rows share, for which there is a second, coarser ladder
 of graphs. A third one, as coarse, is for steps in which some row takes an adapter; they read what rows share row by
-row.
+row. A fourth has steps of few rows of which some are one sequence's, where decodes alone attend in one launch.
 
 Shape legend: R rows, G rows of a graph, V vocabulary.
 """
@@ -30,11 +30,12 @@ from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.encoder_spans import CrossInputs, EncoderSpans
 from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.prefix_sharing import PrefixSharing
-from tandem.engine.scheduling.step import ScheduledRow, SchedulerOutput
+from tandem.engine.scheduling.step import ScheduledRow, SchedulerOutput, rows_follow
 from tandem.kernels.api.attention import Attention, metadata_backend
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.prefixes.shared_prefix import SharedPrefixes
+from tandem.kernels.products import few_rows_attention
 from tandem.kernels.products.adapter_rows import AdapterRows, sorted_rows
 from tandem.kernels.products.few_rows_scratch import MOST_ROWS
 from tandem.kernels.products.fused_ops import argmax_tokens
@@ -49,7 +50,7 @@ REPLAYED_TOKENS = 512
 # Keys that the rows of chunks may read in all, in tokens: each row reads all before it, where a prefill kernel reads it
 # once for many. So many take about as long as launching a step kernel by kernel.
 MAX_CHUNK_READS = 1 << 17  # a guess from docs/measurements.md#steps-of-few-rows
-StepKind = Literal["plain", "shared", "adapted"]
+StepKind = Literal["plain", "shared", "adapted", "following"]
 
 
 class DecoderLike(Protocol):
@@ -137,9 +138,10 @@ class DecodeBatch:
         prefixes: SharedPrefixes | None = None,
         out_GV: torch.Tensor | None = None,
         with_adapters: bool = False,
+        rows_follow: bool = False,
     ) -> torch.Tensor:
         """Logits [size, V] in the model's dtype, for what `fill` put there. Rows take their adapters only
-        `with_adapters`."""
+        `with_adapters`. `rows_follow`: of few rows some may be one sequence's; of more than MOST_ROWS always."""
         adapters = None
         if with_adapters:
             adapters = AdapterRows(self._adapted[0, :size], self._adapted[1, :size])
@@ -149,7 +151,8 @@ class DecodeBatch:
             gather_decode_inputs(slot_G, position_G, state.token_ids_SC, table_SB, state.block_size, inputs)
         cross = None if self._spans is None else self._spans.of_slots(slot_G)
         by_table = [
-            self._metadata(inputs, size, cross, None if place else prefixes) for place, inputs in enumerate(every)
+            self._metadata(inputs, size, cross, None if place else prefixes, rows_follow)
+            for place, inputs in enumerate(every)
         ]
         by_layer = {name: by_table[table] for name, table in self._table_of.items()}
         if self._shift_S is not None:
@@ -162,7 +165,12 @@ class DecodeBatch:
         return self._model.project(hidden_GH, out_GV)
 
     def _metadata(
-        self, inputs: DecodeInputs, size: int, cross: CrossInputs | None, prefixes: SharedPrefixes | None
+        self,
+        inputs: DecodeInputs,
+        size: int,
+        cross: CrossInputs | None,
+        prefixes: SharedPrefixes | None,
+        rows_follow: bool,
     ) -> AttentionMetadata:
         return metadata_backend(self._model.attention_layers.values()).get_metadata_cls()(
             query_start_loc=self._starts[: size + 1],
@@ -178,6 +186,7 @@ class DecodeBatch:
             encoder_seq_lens_cpu=() if cross is None else cross.lengths,
             cross_block_tables=None if cross is None else cross.block_tables,
             shared_prefixes=prefixes,
+            rows_follow=rows_follow,
         )
 
     def store(self, token_R: torch.Tensor) -> None:
@@ -201,20 +210,19 @@ def without_garbage() -> Iterator[None]:
 
 
 def rows_needed(output: SchedulerOutput) -> int:
-    """The rows of the smallest step that may run this one, by a graph or not."""
+    """The rows of the smallest plain graph that may run this step."""
     return _least_size(output.num_tokens, output.has_drafts or not output.is_decode)
 
 
-def _least_size(num_rows: int, has_chunks: bool) -> int:
-    """Graphs of few rows (and no shared prefixes) may take the whole of attention in one launch, in which no row sees
-    what another stores: tokens of one prompt need a larger one."""
-    return max(num_rows, MOST_ROWS + 1) if has_chunks else num_rows
+def _least_size(num_rows: int, rows_follow: bool) -> int:
+    """Plain graphs of few rows may take the whole of attention in one launch, in which no row sees what another stores:
+    tokens of one sequence need a larger one."""
+    return max(num_rows, MOST_ROWS + 1) if rows_follow else num_rows
 
 
-def _has_chunks(rows: Sequence[ScheduledRow]) -> bool:
+def _follow(rows: Sequence[ScheduledRow]) -> bool:
     """Whether several of these rows, of one token each, are one sequence's; not looked for in more rows than matter."""
-    slots = [row.slot for row in rows[: MOST_ROWS + 1] if row.slot >= 0]
-    return len(set(slots)) < len(slots)
+    return rows_follow(rows[: MOST_ROWS + 1])
 
 
 class DecodeGraphs:
@@ -242,6 +250,9 @@ class DecodeGraphs:
         self.shared_sizes = [] if sharing is None else shared_graph_sizes(max_rows)
         coarse = shared_graph_sizes if group is None else graph_sizes
         self.adapted_sizes = coarse(max_rows) if with_adapters else []
+        # A group agrees on sizes of plain graphs.
+        has_others = group is None and few_rows_attention.has_kernel(state.device)
+        self.following_sizes = [size for size in self.sizes if 1 < size <= MOST_ROWS] if has_others else []
         self._group = group
         self._sharing = sharing
         self._members = 1 if sharing is None else sharing.members
@@ -250,7 +261,7 @@ class DecodeGraphs:
 
     @property
     def num_graphs(self) -> int:
-        return len(self.sizes) + len(self.shared_sizes) + len(self.adapted_sizes)
+        return len(self.sizes) + len(self.shared_sizes) + len(self.adapted_sizes) + len(self.following_sizes)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -266,6 +277,8 @@ class DecodeGraphs:
                 pool = self._capture(size, "shared", self._sharing.nothing(size), pool, stream)
             for size in reversed(self.adapted_sizes):
                 pool = self._capture(size, "adapted", None, pool, stream)
+            for size in reversed(self.following_sizes):
+                pool = self._capture(size, "following", None, pool, stream)
         if self._group is not None:
             self._group.replay(self.sizes)
 
@@ -273,11 +286,9 @@ class DecodeGraphs:
         self, size: int, kind: StepKind, prefixes: SharedPrefixes | None, pool: Any, stream: torch.cuda.Stream
     ) -> Any:
         """Captures one graph in the memory pool (None: a new one) -> the pool."""
-        with_adapters = kind == "adapted"
-        self.batch.fill((), size, with_adapters)
-        logits = self.batch.forward(
-            size, prefixes, None, with_adapters
-        )  # compiles kernels, makes cached constants: not under capture
+        how = kind == "adapted", kind == "following"
+        self.batch.fill((), size, kind == "adapted")
+        logits = self.batch.forward(size, prefixes, None, *how)  # compiles kernels, makes constants: not under capture
         if self._logits_GV is None:
             self._logits_GV = torch.empty_like(logits)  # one for all graphs, the largest comes first
         self.batch.store(argmax_tokens(logits))
@@ -285,7 +296,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # What other threads do (a transfer, another node of this process) must not end the capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self.batch.forward(size, prefixes, self._logits_GV[:size], with_adapters)
+            self.batch.forward(size, prefixes, self._logits_GV[:size], *how)
         self._graphs[size, kind] = graph
         return graph.pool()
 
@@ -294,7 +305,8 @@ class DecodeGraphs:
         if not self.fit_group:
             return False
         num_tokens = sum(row.num_tokens for row in rows)
-        least = _least_size(num_tokens, num_tokens > len(rows) or _has_chunks(rows))
+        follows = num_tokens > len(rows) or _follow(rows)
+        least = num_tokens if self.following_sizes else _least_size(num_tokens, follows)
         if num_tokens == len(rows):  # what guesses read is read by decodes, too
             return least <= self.sizes[-1]
         return least <= self.sizes[-1] and sum(map(self._reads, rows)) <= MAX_CHUNK_READS
@@ -308,14 +320,24 @@ class DecodeGraphs:
     def _agreed(self) -> int | None:
         return None if self._group is None else self._group.capacity
 
+    def kind_for(self, rows: Sequence[ScheduledRow]) -> StepKind:
+        """The kind of graph that runs rows of one token each. Of few rows a plain or adapted one may take the whole of
+        attention in one launch, in which no row sees what another stores."""
+        if self.adapted_sizes and self.batch.adapters_of(rows).any():
+            return "adapted"
+        if self._sharing is not None and self._sharing.of_rows(rows) is not None:
+            return "shared"  # of_rows has put the prefixes where the graphs look for them
+        return "following" if self.following_sizes and len(rows) <= MOST_ROWS and _follow(rows) else "plain"
+
     def size_for(self, rows: Sequence[ScheduledRow], kind: StepKind = "plain") -> int:
         """The size of the graph that runs rows of one token each."""
         if self._agreed is not None:
             return self._agreed
-        if kind == "shared":
-            return self.shared_sizes[bisect.bisect_left(self.shared_sizes, len(rows))]
+        if kind in ("shared", "following"):
+            sizes = self.shared_sizes if kind == "shared" else self.following_sizes
+            return sizes[bisect.bisect_left(sizes, len(rows))]
         sizes = self.adapted_sizes if kind == "adapted" else self.sizes
-        return sizes[bisect.bisect_left(sizes, _least_size(len(rows), _has_chunks(rows)))]
+        return sizes[bisect.bisect_left(sizes, _least_size(len(rows), _follow(rows)))]
 
     def _reads(self, row: ScheduledRow) -> int:
         """Tokens whose keys a chunk's rows read; what lies before the chunk they may read together."""
@@ -330,11 +352,7 @@ class DecodeGraphs:
     def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
         """Logits [R, V] of one token a row, in the graphs' memory: valid until the next run on this stream."""
         assert self._logits_GV is not None, "capture comes first"
-        kind: StepKind = "plain"
-        if self.adapted_sizes and self.batch.adapters_of(rows).any():
-            kind = "adapted"
-        elif self._sharing is not None and self._sharing.of_rows(rows) is not None:
-            kind = "shared"  # of_rows has put the prefixes where the graphs look for them
+        kind = self.kind_for(rows)
         size = self.size_for(rows, kind)
         if (size, kind) not in self._graphs:
             kind = "plain"  # a size agreed on with nodes whose rows don't share; these rows read what they share alone

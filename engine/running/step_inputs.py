@@ -16,7 +16,7 @@ from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.encoder_spans import CrossInputs, EncoderSpans
 from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.prefix_sharing import PrefixSharing
-from tandem.engine.scheduling.step import ScheduledRow
+from tandem.engine.scheduling.step import ScheduledRow, rows_follow
 from tandem.kernels.api.metadata import AttentionMetadata, AttentionMetadataBuilder
 from tandem.kernels.prefixes.shared_prefix import SharedPrefixes
 from tandem.kernels.products.adapter_rows import AdapterRows, sorted_rows, tiles_of
@@ -85,7 +85,7 @@ class StepInputs:
         if self._sharing is not None:
             shared = self._sharing.of_rows([row for row in rows if row.num_tokens == 1])
         cross = None if self._spans is None else self._spans.of_rows(slot_R, slot_R_dev)
-        metadata = self._build(lengths, ends, block_tables[0], slots[0], shared, cross)
+        metadata = self._build(lengths, ends, block_tables[0], slots[0], shared, cross, rows_follow(rows))
         by_layer = None
         if self._table_of:
             others = [
@@ -152,6 +152,7 @@ class StepInputs:
         slot_mapping: torch.Tensor,
         shared: SharedPrefixes | None,
         cross: CrossInputs | None,
+        follows: bool = False,
     ) -> AttentionMetadata:
         return self._builder.build(
             lengths,
@@ -162,6 +163,7 @@ class StepInputs:
             encoder_seq_lens=None if cross is None else cross.lengths,
             cross_block_tables=None if cross is None else cross.block_tables,
             shared_prefixes=shared,
+            rows_follow=follows,
         )
 
     def buffers(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -79,6 +79,11 @@ class EngineCore:
         return bool(self._unread) and self._unread[-1][0].has_drafts
 
     @property
+    def read_decides(self) -> bool:
+        """Whether the next `read` takes a step with drafts, behind which the device has nothing to do."""
+        return self._reads and self._is_undecided
+
+    @property
     def device_waits(self) -> bool:
         """Whether the last `read` took a step with drafts, so that the device has nothing to do until the next step."""
         was_undecided = self.newest_read is not None and self.newest_read.has_drafts

@@ -142,7 +142,7 @@ class Scheduler:
             return []
         runs, num_accepted = [], 0
         if token_ids and output.has_drafts:
-            runs = runs_of([sample.draft for sample in output.samples], token_ids)
+            runs = runs_of(self.speculator.drafts_of(output.samples, launched.sampled), token_ids)
             for first, kept, end in runs:
                 if end - first > 1:
                     self.speculator.learn(launched.sampled[first], end - first - 1, kept - first - 1)

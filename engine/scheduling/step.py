@@ -11,7 +11,7 @@ dataclasses, and they go to other ranks as they are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -72,11 +72,15 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
 
 
+UNSEEN = (1 << 31) - 1  # a draft that the device has put into its slot's table, and the host hasn't seen; no token
+
+
 class SampleRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One token to sample. `row` indexes `rows`; `slot` gets the token at table position `position`.
 
-    `draft`: a guess, which is put into the slot's table before the step, at the position of the row's only token. The
-    sample before is the one that the guess is for. Below 0: the row's token is known to be the sequence's own.
+    `draft`: a guess, which is put into the slot's table before the step, at the position of the row's only token, or is
+    there (UNSEEN). The sample before is the one that the guess is for. Below 0: the row's token is known to be the
+    sequence's own.
     """
 
     row: int
@@ -94,6 +98,13 @@ class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     num_tokens: int
     prompt_logprobs: bool = False
+
+
+def rows_follow(rows: Sequence[ScheduledRow]) -> bool:
+    """Whether several of these rows are one sequence's, so that one reads what another stores. Slots below 0 are
+    nobody's."""
+    slots = [row.slot for row in rows if row.slot >= 0]
+    return len(set(slots)) < len(slots)
 
 
 class WrittenSlots(NamedTuple):

@@ -64,6 +64,7 @@ class AttentionMetadata:
     cross_block_tables: torch.Tensor | None = None  # int32 [N, B']
     cross_slot_mapping: torch.Tensor | None = None  # int64 [encoder tokens of this step]
     shared_prefixes: SharedPrefixes | None = None  # of the decode rows
+    rows_follow: bool = False  # some decode rows are one sequence's: one reads what the other stores
     scratch: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -179,8 +180,10 @@ class AttentionMetadataBuilder:
         cross_block_tables: IntMatrix | None = None,
         cross_slot_mapping: IntsOnHost | torch.Tensor | None = None,
         shared_prefixes: SharedPrefixes | None = None,
+        rows_follow: bool = False,
     ) -> AttentionMetadata:
         """`query_lens[i]` new tokens of row i, whose length becomes `seq_lens[i]`; rows with one token come first.
+        `rows_follow`: some of those are one sequence's.
 
         Raises ValueError when the lengths contradict each other. Host data is copied without waiting.
         """
@@ -210,6 +213,7 @@ class AttentionMetadataBuilder:
             if cross_slot_mapping is None
             else _to_device(cross_slot_mapping, torch.int64, device).reshape(-1),
             shared_prefixes=shared_prefixes,
+            rows_follow=rows_follow,
         )
 
 

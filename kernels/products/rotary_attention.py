@@ -146,12 +146,15 @@ def rotary_store(
 
 
 def _is_one_launch(layer: Attention, qkv_TC: torch.Tensor, layer_name: str) -> bool:
-    """A step of few decode rows and nothing else, of a layer that our Hopper kernels serve."""
+    """A step of few decode rows and nothing else, of a layer that our Hopper kernels serve. In one launch no row sees
+    what another stores."""
     context = get_forward_context()
     metadata, cache = context.metadata_of(layer_name), layer.kv_cache[context.virtual_engine]
     if not _stores_here(layer, qkv_TC) or metadata.num_decode_rows < metadata.num_tokens or context.hooks is not None:
         return False
-    if metadata.shared_prefixes is not None or not few_rows_attention.has_kernel(qkv_TC.device):
+    if metadata.rows_follow or metadata.shared_prefixes is not None:
+        return False
+    if not few_rows_attention.has_kernel(qkv_TC.device):
         return False
     reason = few_rows_attention.why_not(metadata.num_tokens, qkv_TC.dtype, layer.spec, cache)
     return reason is None and isinstance(layer.impl, TritonImpl)

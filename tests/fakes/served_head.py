@@ -23,7 +23,14 @@ from tandem.engine.device.kv_pool import allocate_pool
 from tandem.engine.running.heads.guess_steps import HeadSteps
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.speculation.head_tokens import HeadRow
-from tandem.engine.scheduling.step import BlockAppend, ForkSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.engine.scheduling.step import (
+    UNSEEN,
+    BlockAppend,
+    ForkSlot,
+    SampleRow,
+    ScheduledRow,
+    SchedulerOutput,
+)
 from tandem.node.drafting.heads import LoadedHead
 from tandem.node.setup import load
 from tiny_models import VOCAB, random_prompt
@@ -63,7 +70,9 @@ class ServedHead:
 
     def guesses(self, token_ids: list[int]) -> list[int]:
         row = HeadRow(1, len(token_ids) - 1, token_ids[-1], self.num_guesses, 0, 0)
-        [made] = self.steps.guess([row], ()) or [[]]
+        see = self.steps.guess([row], ())
+        assert see is not None
+        [made] = see()
         return made
 
 
@@ -90,6 +99,22 @@ def check_guesses(served: ServedHead, published: Published, next_token: Callable
     tokens += drawn[:2]  # the second draft was wrong, and what its place drew is the sequence's own
     check()
     assert len(set(seen)) > 3, "a head that says little tests little"
+    _check_unseen(served, next_token, tokens)
+
+
+def _check_unseen(served: ServedHead, next_token: Callable[[list[int]], int], tokens: list[int]) -> None:
+    """A step that is launched before anybody has seen the drafts that it checks."""
+    newest, expected = len(tokens) - 1, served.guesses(tokens)
+    see = served.steps.guess([HeadRow(1, newest, tokens[-1], served.num_guesses, 0, 0)], (), in_place=True)
+    assert see is not None
+    rows = [ScheduledRow(1, newest + place, 1) for place in range(1 + served.num_guesses)]
+    samples = [
+        SampleRow(place, 1, newest + 1 + place, 0, newest + place, UNSEEN if place else -1)
+        for place in range(len(rows))
+    ]
+    drawn = served.run(rows, samples)
+    assert see() == [expected]
+    assert drawn == [next_token(tokens + expected[:place]) for place in range(len(rows))]
 
 
 def check_fork(served: ServedHead, published: Published) -> None:
@@ -109,7 +134,9 @@ def check_fork(served: ServedHead, published: Published) -> None:
     fewer = served.num_guesses - 1
     order = [HeadRow(1, 32, made[1], served.num_guesses, 0, 0), HeadRow(3, 32, made[0], fewer, 1, 0)]
     appends = [BlockAppend(1, 2, 21), BlockAppend(3, 2, 22)]
-    assert served.steps.guess(order, appends) == [expected, expected[:-1]]
+    see = served.steps.guess(order, appends)
+    assert see is not None
+    assert see() == [expected, expected[:-1]]
 
 
 # --- heads that know their model, which walks over its tokens ----------------------------------------------------

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
 
-from tandem.engine.device.upload import upload
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.decode_graphs import ROW_MULTIPLE, graph_sizes, without_garbage
@@ -30,7 +29,7 @@ from tandem.kernels.api.attention import metadata_backend
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.products.fused_ops import argmax_tokens
 from tandem.kernels.sampling.decode_buffers import DecodeInputs
-from tandem.kernels.sampling.decode_inputs import gather_decode_inputs
+from tandem.kernels.sampling.decode_inputs import gather_decode_inputs, store_tokens
 
 if TYPE_CHECKING:
     from tandem.engine.models.heads.taps import GuessHead
@@ -73,37 +72,50 @@ class HeadSteps:
         self._logits_RV = torch.full((rows, state.vocab_size), -torch.inf, dtype=head.dtype, device=self.device)
         self._graphs: dict[tuple[int, StepKind], torch.cuda.CUDAGraph] = {}
 
+    @property
+    def may_place(self) -> bool:
+        """Not where other ranks are: what they check has to be the same, to the last guess."""
+        return self._followers is None
+
     @torch.inference_mode()
-    def guess(self, rows: Sequence[HeadRow], appends: Sequence[BlockAppend]) -> list[list[int]] | None:
-        """The guesses, as `HeadRunner` has them. Raises OutOfMemoryError where other ranks wait for this one's part."""
+    def guess(
+        self, rows: Sequence[HeadRow], appends: Sequence[BlockAppend], in_place: bool = False
+    ) -> Callable[[], list[list[int]]] | None:
+        """The guesses, as `HeadRunner` has them; valid until the next call. Raises OutOfMemoryError where other ranks
+        wait for this one's part."""
         self._announce("guess", rows, appends)
         try:
-            drawn = self._launch(rows, appends)
+            drawn = self._launch(rows, appends, in_place)
         except torch.OutOfMemoryError:
             if self._head.group is not None:
                 raise
             limited.warning("the device has no memory left to guess tokens; nothing is guessed for a step")
             return None
+        event = None
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-            event.synchronize()
-        columns = drawn.tolist()
-        return [[columns[place][index] for place in range(row.num_guesses)] for index, row in enumerate(rows)]
+
+        def see() -> list[list[int]]:
+            if event is not None:
+                event.synchronize()
+            columns = drawn.tolist()
+            return [[columns[place][index] for place in range(row.num_guesses)] for index, row in enumerate(rows)]
+
+        return see
 
     def _announce(self, verb: HeadVerb, rows: Sequence[HeadRow] = (), appends: Sequence[BlockAppend] = ()) -> None:
         if self._followers is not None:
             self._followers.announce_head(verb, rows, appends)
 
-    def _launch(self, rows: Sequence[HeadRow], appends: Sequence[BlockAppend]) -> torch.Tensor:
+    def _launch(self, rows: Sequence[HeadRow], appends: Sequence[BlockAppend], in_place: bool) -> torch.Tensor:
         """The tokens of each step, on their way to the host: int64 [steps, R]. Those that no row wants may be any."""
         self._state.apply((), appends)
         size = self._size_for(len(rows))
-        given = np.zeros((3, size), np.int64)
+        given = torch.zeros((3, size), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         given[0] = -1
-        given[:, : len(rows)] = np.array([(row.slot, row.position, row.token) for row in rows], np.int64).T
-        [words] = upload([given], self.device)
-        self._words[:, :size].copy_(words)
+        given.numpy()[:, : len(rows)] = np.array([(row.slot, row.position, row.token) for row in rows]).T
+        self._words[:, :size].copy_(given, non_blocking=True)
         draws = not self._state.all_plain([row.slot for row in rows])
         before = len(rows)
         for place in range(rows[0].num_guesses):
@@ -114,6 +126,9 @@ class HeadSteps:
             self._step(num_rows, "later" if place else "first")
             if draws:
                 self._draw(rows[:num_rows], place)
+            if in_place:
+                slot_R, position_R, token_R = self._words[:, :num_rows]
+                store_tokens(slot_R, position_R, token_R, self._state.token_ids_SC)
             self._guessed[place, :num_rows].copy_(self._words[2, :num_rows])
         return to_host(self._guessed[: rows[0].num_guesses, : len(rows)])
 

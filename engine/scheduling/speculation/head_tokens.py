@@ -6,11 +6,12 @@ sequence. Whatever a head saw, the worst is a guess that is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.request import Request
+from tandem.engine.scheduling.speculation.speculator import UnseenGuesses
 from tandem.engine.scheduling.step import BlockAppend
 from tandem.engine.scheduling.times.step_times import StepTimes
 
@@ -35,9 +36,16 @@ class HeadRow(NamedTuple):
 class HeadRunner(Protocol):
     """The device side."""
 
-    def guess(self, rows: Sequence[HeadRow], appends: Sequence[BlockAppend]) -> list[list[int]] | None:
-        """The guesses of each row, fewer and fewer; blocks until they are on the host. `appends`: blocks that
-        tables gain with the step that is being decided. None: the device has no memory for it."""
+    @property
+    def may_place(self) -> bool:
+        """Whether it may put guesses into the slots' tables."""
+
+    def guess(
+        self, rows: Sequence[HeadRow], appends: Sequence[BlockAppend], in_place: bool = False
+    ) -> Callable[[], list[list[int]]] | None:
+        """Launches what gives the guesses of each row, fewer and fewer, and returns what waits until they are on the
+        host. `appends`: blocks that tables gain with the step that is being decided. `in_place`: they go into the
+        slots' tables. None: the device has no memory for it."""
 
 
 class HeadTokens:
@@ -57,20 +65,33 @@ class HeadTokens:
     def keep(self, running: Collection[Request]) -> None:
         """Nothing: nothing is remembered."""
 
-    def guess(self, wanted: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
+    def guess(self, wanted: Mapping[Request, int]) -> Mapping[Request, Sequence[int]] | UnseenGuesses:
+        """Unseen where the step that checks them can be launched without them, so that the device needn't wait for
+        that."""
         ordered = sorted(wanted, key=wanted.__getitem__, reverse=True)
         appends = [
             BlockAppend(request.slot, index, request.block_ids[index])
             for request in ordered
             for index in range(request.num_table_blocks, len(request.block_ids))
         ]
+        rows = [_row(request, wanted[request]) for request in ordered]
+        nothing_in_flight = not any(request.num_in_flight for request in ordered)
+        in_place = nothing_in_flight and self._runner.may_place and not any(map(_must_be_seen, ordered))
         began = self._clock.now()
-        guessed = self._runner.guess([_row(request, wanted[request]) for request in ordered], appends)
-        if guessed is None:
+        see = self._runner.guess(rows, appends, in_place)
+        if see is None:
             return {}
-        if self.times.are_measured and not any(request.num_in_flight for request in ordered):
+        if in_place:
+            return UnseenGuesses(wanted, lambda: dict(zip(ordered, see(), strict=True)))
+        guessed = see()
+        if self.times.are_measured and nothing_in_flight:
             self.times.observed(len(ordered), (self._clock.now() - began) / max(wanted.values()))
         return dict(zip(ordered, guessed, strict=True))
+
+
+def _must_be_seen(request: Request) -> bool:
+    """Whether what is drawn behind a guess depends on it by more than the logits, so that the host sends it along."""
+    return request.prompt.sampling.is_guided or request.prompt.sampling.is_penalised
 
 
 def _row(request: Request, count: int) -> HeadRow:

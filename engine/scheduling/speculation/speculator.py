@@ -16,6 +16,14 @@ from tandem.engine.scheduling.planner import StepPlan
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.speculation.gains import Gain
 from tandem.engine.scheduling.speculation.lengths import Acceptance, Costs, num_worthwhile
+from tandem.engine.scheduling.step import UNSEEN, SampleRow
+
+
+class UnseenGuesses(NamedTuple):
+    """Guesses that the device puts into the slots' tables itself, before the step that checks them."""
+
+    counts: Mapping[Request, int]
+    see: Callable[[], Mapping[Request, Sequence[int]]]  # what they are; blocks until they are on the host
 
 
 class Guesser(Protocol):
@@ -31,8 +39,9 @@ class Guesser(Protocol):
     def seconds(self, num_sequences: int) -> float:
         """What it takes the device to guess one more token of each of so many sequences; 0: nothing, or not known."""
 
-    def guess(self, wanted: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
-        """Guesses so many tokens of each, no more than it could; none of whom it isn't ready for yet."""
+    def guess(self, wanted: Mapping[Request, int]) -> Mapping[Request, Sequence[int]] | UnseenGuesses:
+        """Guesses so many tokens of each, no more than it could; none of whom it isn't ready for yet. Unseen, only if
+        no sequence has tokens in flight."""
 
     def keep(self, running: Collection[Request]) -> None:
         """Forgets all requests but these."""
@@ -63,6 +72,7 @@ class Speculator:
         self._turns: deque[Turn | None] = deque()  # of launched steps that are not read; None: it tells nothing
         self._newest_read: Turn | None = None
         self._completed_at = 0.0
+        self._unseen: UnseenGuesses | None = None  # of the newest step
         self.counters = {"spec_drafts": 0, "spec_draft_tokens": 0, "spec_accepted_tokens": 0}
         self._accepted_at = [f"spec_accepted_at_{place}" for place in range(guesser.num_speculative_tokens)]
         self.counters |= dict.fromkeys(self._accepted_at, 0)
@@ -73,7 +83,7 @@ class Speculator:
 
     def add_drafts(self, plan: StepPlan) -> float:
         """Puts drafts into rows of the plan, as many as pay. They take no block: beyond its last one a sequence has
-        none. Returns the seconds for which the device guessed."""
+        none. Returns the seconds for which the device guessed while the host waited."""
         self._forget_ended()
         self._turns.append(None)
         streams = [request for request, row in plan.rows.items() if not row.is_prompt]
@@ -99,7 +109,8 @@ class Speculator:
     def _draft(
         self, plan: StepPlan, streams: Sequence[Request], num_tokens: int, costs: Costs | None
     ) -> tuple[float, bool]:
-        """Returns the seconds for which the device guessed, and whether it was ready for all of whom it was asked."""
+        """Returns the seconds for which the device guessed while the host waited, and whether it was ready for all of
+        whom it was asked."""
         could = {request: self._num_possible(request) for request in streams if not plan.rows[request].is_new}
         chances = [self._chances(request, most) for request, most in could.items()]
         counts = num_worthwhile(chances, num_tokens, len(streams), plan.budget, costs)
@@ -111,7 +122,19 @@ class Speculator:
                 plan.put_drafts(request, drafts)
             elif request in self._acceptances:
                 self._acceptances[request].forget()
-        return self._state.clock.now() - began, len(guessed) == len(wanted)
+        waited_s = 0.0 if self._unseen else self._state.clock.now() - began
+        return waited_s, len(guessed) == len(wanted)
+
+    def drafts_of(self, samples: Sequence[SampleRow], requests: Sequence[Request]) -> list[int]:
+        """The drafts of a step that has been done, the newest with any; `requests` are the samples'."""
+        drafts = [sample.draft for sample in samples]
+        if UNSEEN not in drafts:
+            return drafts
+        assert self._unseen is not None
+        tokens = {request: iter(guessed) for request, guessed in self._unseen.see().items()}
+        return [
+            next(tokens[request]) if draft == UNSEEN else draft for draft, request in zip(drafts, requests, strict=True)
+        ]
 
     def completed(self, num_accepted: int) -> None:
         """Hears that the results of the oldest step are there whose plan it was given, and how many of its drafts were
@@ -156,9 +179,13 @@ class Speculator:
 
     def _guess(self, wanted: Mapping[Request, int]) -> dict[Request, tuple[int, ...]]:
         """Drafts behind the tokens in flight, which are guessed with them."""
+        self._unseen = None
         if not wanted:
             return {}
         guessed = self._guesser.guess({request: request.num_in_flight + count for request, count in wanted.items()})
+        if isinstance(guessed, UnseenGuesses):
+            self._unseen = guessed
+            return {request: (UNSEEN,) * count for request, count in guessed.counts.items()}
         return {request: tuple(tokens[request.num_in_flight :]) for request, tokens in guessed.items()}
 
     def _chances(self, request: Request, count: int) -> list[float]:

@@ -21,7 +21,7 @@ class OneStep:
     def __init__(self, log: list[str], num_polls: int) -> None:
         self.log, self.polls_left = log, num_polls
         self.inflight = False
-        self.newest_read, self.device_waits = None, False
+        self.newest_read, self.device_waits, self.read_decides = None, False, False
         self.is_behind = False
 
     @property
@@ -87,11 +87,14 @@ def make_loop(logic: Logic, core: OneStep, sender: Sender, **options: object) ->
     return NodeLoop(logic, core, queue.SimpleQueue(), sender, LoopBoard(), drain_s=0.0, **options)  # type: ignore[arg-type]
 
 
-def run(events: list[str], num_polls: int, serves: bool = True) -> list[str]:
+def run(
+    events: list[str], num_polls: int, serves: bool = True, decides: bool = False, ends_in_s: float = 0.0
+) -> list[str]:
     log: list[str] = []
     core = OneStep(log, num_polls)
+    core.read_decides, ends_at = decides, time.monotonic() + ends_in_s
     is_urgent = (lambda event: str(event).startswith("urgent")) if serves else None
-    loop = make_loop(Logic(log), core, Sender(log), is_urgent=is_urgent)
+    loop = make_loop(Logic(log), core, Sender(log), is_urgent=is_urgent, ends_at=lambda: ends_at)
     launch = core.launch
 
     def launch_and_post(*hooks) -> None:
@@ -122,6 +125,11 @@ def test_what_is_not_urgent_waits_and_is_not_overtaken() -> None:
 def test_a_loop_that_is_not_told_what_is_urgent_serves_nothing_meanwhile() -> None:
     log = run(["urgent 1"], num_polls=1, serves=False)
     assert log[:5] == ["scheduled", "sent claim", "launched", "read", "urgent 1"]
+
+
+def test_a_step_that_the_device_waits_for_is_waited_for_near_its_end_and_served_beside_before() -> None:
+    assert run(["urgent 1"], num_polls=6, decides=True)[3:5] == ["read", "urgent 1"]
+    assert run(["urgent 1"], num_polls=6, decides=True, ends_in_s=PATIENCE_S)[3] == "urgent 1"
 
 
 class Undecided(OneStep):

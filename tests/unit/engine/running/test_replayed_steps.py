@@ -7,12 +7,14 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import torch
-from handmade_steps import BLOCK, MAX_LEN, RecordingConnector, RunsDirectly, make_runner, new_slot
+from handmade_steps import BLOCK, MAX_LEN, RecordingConnector, RunsDirectly, make_runner, new_slot, prompt_step
 
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.running import drawing
-from tandem.engine.running.decode_graphs import MAX_CHUNK_READS
+from tandem.engine.running.decode_graphs import MAX_CHUNK_READS, DecodeGraphs
 from tandem.engine.scheduling.step import ForkSlot, SampleRow, ScheduledRow, SchedulerOutput, StepMeta
+from tandem.kernels.api.forward_context import get_forward_context
+from tandem.kernels.products import few_rows_attention
 from tandem.kernels.products.few_rows_scratch import MOST_ROWS
 from tandem.kv_connector.protocol.jobs import StepMoves
 from tiny_models import random_prompt, reference_greedy, tiny_model
@@ -126,6 +128,44 @@ def test_tokens_of_one_prompt_never_run_in_one_launch() -> None:
     small = RunsDirectly(runner.model, runner.state, MOST_ROWS, MAX_LEN)
     assert small.takes([ScheduledRow(slot, 40, 1) for slot in range(MOST_ROWS)])
     assert not small.takes([ScheduledRow(0, 0, 2)])
+
+
+def test_few_tokens_of_one_prompt_have_graphs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where decodes of few rows attend in one launch."""
+    monkeypatch.setattr(few_rows_attention, "has_kernel", lambda device: True)
+    runner = make_runner(tiny_model("llama"))
+    graphs = DecodeGraphs(runner.model, runner.state, MOST_ROWS, MAX_LEN)
+    assert graphs.num_graphs == len(graphs.sizes) + len(graphs.following_sizes)
+    for num_tokens in range(2, MOST_ROWS + 1):
+        chunk = [ScheduledRow(0, position, 1) for position in range(num_tokens)]
+        decodes = [ScheduledRow(slot, 40, 1) for slot in range(num_tokens)]
+        assert graphs.takes(chunk)
+        assert graphs.takes([ScheduledRow(0, 0, num_tokens)])
+        assert graphs.kind_for(chunk) == graphs.kind_for([*chunk[:2], *decodes[2:]]) == "following"
+        assert graphs.kind_for(decodes) == "plain"
+        assert graphs.size_for(chunk, "following") == next(n for n in graphs.sizes if n >= num_tokens)
+    many = [ScheduledRow(0, position, 1) for position in range(MOST_ROWS + 1)]
+    assert not graphs.takes(many)
+    assert DecodeGraphs(runner.model, runner.state, 2 * MOST_ROWS, MAX_LEN).kind_for(many) == "plain"
+
+
+def test_attention_is_told_of_rows_that_follow() -> None:
+    """Of steps launched kernel by kernel and of graphs' passes: they may be of few rows."""
+    runner = make_runner(tiny_model("llama"))
+    runner.execute(prompt_step({0: random_prompt(9, seed=1), 1: random_prompt(9, seed=2)}, {0: (1,), 1: (2,)}))
+    drafts = [ScheduledRow(0, 9 + place, 1) for place in range(3)]
+    assert runner._inputs.build(drafts).metadata.rows_follow
+    assert not runner._inputs.build([drafts[0], ScheduledRow(1, 9, 1)]).metadata.rows_follow
+    batch, seen = RunsDirectly(runner.model, runner.state, MOST_ROWS, MAX_LEN).batch, []
+    for follows in (False, True):
+        batch.fill(drafts, 4)
+        handle = runner.model.register_forward_pre_hook(
+            lambda *_: seen.append(get_forward_context().any_metadata().rows_follow)
+        )
+        with torch.inference_mode():
+            batch.forward(4, rows_follow=follows)
+        handle.remove()
+    assert seen == [False, True]
 
 
 def test_a_step_whose_pushes_come_behind_it_is_replayed_between_its_hooks() -> None:
