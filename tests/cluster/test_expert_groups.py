@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from expert_nodes import group_of, start_children, start_group, stop_group
+from quantised_checkpoints import quantised_folders
 from split_pair import GREEDY, SAMPLED, changed
 from tiny_hf_models import tiny_hf_model
 from waiting import wait_until, wait_until_gone
@@ -159,7 +160,27 @@ def check_hand_overs(folder: Path, prefill: list[NodeInfo], decode: list[NodeInf
 
 
 @pytest.mark.slow
-def test_guesses_and_quantised_experts_in_a_group() -> None:
+@pytest.mark.parametrize(("kind", "form"), [(MODEL, "fp8_blocks"), ("mixtral_64", "awq")])
+def test_quantised_experts_in_a_group(kind: str, form: str, tmp_path: Path) -> None:
+    folder, twin = quantised_folders(tiny_model(kind), tmp_path, form)
+    with group_of("unified", folder) as nodes:
+        client = Client(*(node.info for node in nodes))
+        prompts = [random_prompt(length, length) for length in (17, 60)]
+        try:
+            results = [
+                client.submit(f"q{i}", prompt, changed(GREEDY, max_tokens=24), decode=node.info)
+                for i, (node, prompt) in enumerate(zip(nodes, prompts, strict=True))
+            ]
+            client.wait()
+        finally:
+            client.close()
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.failed is None
+            check_greedy(twin, prompt, result.output(), 24)
+
+
+@pytest.mark.slow
+def test_guesses_in_a_group() -> None:
     """Look-ups on one node while the other has none, over the same text again and again."""
     folder = tiny_model(MODEL)
     speculative = '{"method": "ngram", "num_speculative_tokens": 3}'

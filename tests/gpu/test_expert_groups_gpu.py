@@ -12,6 +12,7 @@ from exchange_ranks import run_on_gpus
 from expert_nodes import start_children
 from near_ties import check_against_reference
 from node_child import NodeChild
+from quantised_checkpoints import quantised_folders
 from tiny_hf_models import tiny_hf_model
 
 from in_process_cluster import Client
@@ -42,19 +43,26 @@ GROUPS: dict[str, tuple[str, dict[str, str]]] = {
     "qwen3_moe, bf16": ("qwen3_moe", {"dtype": "bfloat16"}),
     "deepseek_v3": ("deepseek_v3_real_heads", {"dtype": "float32"}),
     "gpt_oss": ("gpt_oss", {"dtype": "float32"}),
+    "fp8 blocks": ("qwen3_moe fp8_blocks", {"dtype": "bfloat16"}),
+    "awq": ("mixtral_64 awq", {"dtype": "float16"}),
 }
 
 
-def folder_of(kind: str) -> Path:
+def folder_of(kind: str, root: Path) -> Path:
+    """`root`: for a quantised checkpoint, whose format stands behind its kind."""
+    plain, _, form = kind.partition(" ")
+    if form:
+        return quantised_folders(tiny_model(plain), root, form)[0]
     return tiny_model(kind) if kind == "qwen3_moe" else tiny_hf_model(kind)
 
 
 @pytest.fixture(scope="module")
-def groups() -> Iterator[dict[str, Future[list[NodeChild]]]]:
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[list[NodeChild]]]]:
     """All at once: each takes most of its start to compile."""
+    root = tmp_path_factory.mktemp("quantised")
     with ThreadPoolExecutor(len(GROUPS)) as threads:
         started = {
-            name: threads.submit(start_children, "unified", str(folder_of(kind)), device="cuda", **options)
+            name: threads.submit(start_children, "unified", str(folder_of(kind, root)), device="cuda", **options)
             for name, (kind, options) in GROUPS.items()
         }
         yield started
@@ -65,7 +73,7 @@ def groups() -> Iterator[dict[str, Future[list[NodeChild]]]]:
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_nodes_that_share_experts_out_make_the_tokens_of_one(
-    groups: dict[str, Future[list[NodeChild]]], name: str
+    groups: dict[str, Future[list[NodeChild]]], name: str, tmp_path: Path
 ) -> None:
     """Prompts, then steps from graphs: first of one node while the other is idle, then of both. In 16 bits only that
     they run: a rounding changes experts."""
@@ -85,8 +93,10 @@ def test_nodes_that_share_experts_out_make_the_tokens_of_one(
                 tokens = result.output()
                 assert len(tokens) == 32
                 if options["dtype"] == "float32" and kind == "qwen3_moe":
-                    check_greedy(folder_of(kind), random_prompt(length, length), tokens, 32)
+                    check_greedy(folder_of(kind, tmp_path), random_prompt(length, length), tokens, 32)
                 elif options["dtype"] == "float32":
-                    check_against_reference(folder_of(kind), random_prompt(length, length), tokens, torch.float32)
+                    check_against_reference(
+                        folder_of(kind, tmp_path), random_prompt(length, length), tokens, torch.float32
+                    )
     finally:
         client.close()
