@@ -17,6 +17,7 @@ from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from tandem.engine.models.hf.attention import NAME
+from tandem.engine.models.hf.routes import routed
 from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.kernels.api.forward_context import slots_of_pass
 from tandem.kernels.experts import mixture
@@ -45,6 +46,7 @@ def experts_forward(
     """hidden [T, E]; each token's experts and their weights [T, k] -> [T, E]. `module` holds all experts' matrices, or
     `tandem_stacks` in place of them, or of `tandem_experts` alone: what other nodes have is made by those of
     `tandem_group`, if there is one, and left out otherwise."""
+    top_k_index, top_k_weights = routed(module, top_k_index, top_k_weights)
     own: OwnExperts | None = getattr(module, "tandem_experts", None)
     group: ExpertGroup | None = getattr(module, "tandem_group", None)
     if group is None or own is None:

@@ -17,6 +17,7 @@ from tandem.engine.models.hf.attention import NAME
 from tandem.engine.models.hf.encoder_trial import encoded_states
 from tandem.engine.models.hf.layers import make_layers, sinks_of
 from tandem.engine.models.hf.model import HFModel
+from tandem.engine.models.hf.routes import Routes
 from tandem.engine.models.hf.towers import TowerEncoder
 from tandem.engine.running.step_inputs import ForwardInputs
 from tandem.engine.scheduling.step import NewSlot, ScheduledRow
@@ -28,7 +29,9 @@ LENGTHS = (37, 9)  # tokens of the two sequences, computed together; spans of it
 FIRST = (21, 4)  # of which so many in a first step
 BEFORE = 18  # tokens of the first sequence before its item, which the first step ends in
 BLOCK = 16  # tokens, so that both sequences fill some and end inside one
-JUDGED = 0.75  # of the tokens: in 16 bits some may go to other experts by a rounding; a guess
+# Of the tokens: in 16 bits some may go to other experts by a rounding where these aren't computed by our function; a
+# guess.
+JUDGED = 0.75
 # Largest error of those tokens' hidden states, over their lengths: docs/measurements.md#models-of-transformers.
 LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.02}
 
@@ -42,8 +45,8 @@ class _Prompt:
 @torch.inference_mode()
 def check_against_own_attention(model: HFModel, device: torch.device, dtype: torch.dtype) -> None:
     """Computes two sequences in one row, in two steps over scattered blocks, and each one alone by transformers' eager
-    attention. The first has an item in it, if the model takes any. Raises CheckpointError when they differ: then the
-    model does something that we don't know of."""
+    attention, by the same experts. The first has an item in it, if the model takes any. Raises CheckpointError when they
+    differ: then the model does something that we don't know of."""
     generator = torch.Generator().manual_seed(7)
     embedding: Any = model.decoder.get_input_embeddings()
     most = min(model.vocab_size, int(embedding.num_embeddings))
@@ -54,7 +57,10 @@ def check_against_own_attention(model: HFModel, device: torch.device, dtype: tor
         if model.encoder is not None:
             ours, own = encoded_states(model, [each.token_ids for each in prompts], FIRST, BLOCK, generator)
         else:
-            ours, own = _paged(model, prompts, device, dtype), _alone(model, prompts, device)
+            routes = Routes()
+            with routes.noting():
+                own = _alone(model, prompts, device)
+            ours = _paged(model, prompts, device, dtype, routes)
     except EncodeError as failed:
         raise CheckpointError(f"{model.config.architecture} can't be served: {failed}") from failed
     error_T = ((ours - own).float().norm(dim=-1) / own.float().norm(dim=-1).clamp_min(1e-9)).nan_to_num(float("inf"))
@@ -111,8 +117,11 @@ def _whole(model: HFModel, item: MediaItem, input_ids: torch.Tensor) -> torch.Te
     return hidden
 
 
-def _paged(model: HFModel, prompts: list[_Prompt], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Hidden states [T, E], by our attention over a small pool, in two steps."""
+def _paged(
+    model: HFModel, prompts: list[_Prompt], device: torch.device, dtype: torch.dtype, routes: Routes
+) -> torch.Tensor:
+    """Hidden states [T, E], by our attention over a small pool, in two steps. `routes`: of the prompts' tokens, one
+    prompt behind the other."""
     needs = model.needs
     layers = make_layers(needs, "auto", sinks_of(model.decoder, needs))
     lengths = tuple(len(prompt.token_ids) for prompt in prompts)
@@ -123,11 +132,14 @@ def _paged(model: HFModel, prompts: list[_Prompt], device: torch.device, dtype: 
     bind_kv_cache(layers, pool)
     builder = metadata_backend(layers.values()).get_builder_cls()()
     media = _slots(model, prompts, device)
+    first_token = (0, lengths[0])
     parts: list[list[torch.Tensor]] = [[], []]
     for starts, ends in (((0, 0), FIRST), (FIRST, lengths)):
         rows = [ScheduledRow(slot, at, end - at) for slot, (at, end) in enumerate(zip(starts, ends, strict=True))]
         inputs = _inputs(prompts, rows, tables, builder, device)
-        with set_forward_context(ForwardContext(inputs.metadata, layers)):
+        places = [torch.arange(row.start, row.start + row.num_tokens) + first_token[row.slot] for row in rows]
+        repeating = routes.repeating(torch.cat(places).to(device))
+        with repeating, set_forward_context(ForwardContext(inputs.metadata, layers)):
             found = None if media is None else media.of(rows, inputs.first_token_R, inputs.positions_T)
             hidden = model(inputs.input_ids_T, inputs.positions_T, None, found)
         for part, its_rows in zip(parts, hidden.split([row.num_tokens for row in rows]), strict=True):

@@ -212,7 +212,7 @@ def test_a_real_redis_changes_nothing() -> None:
         finally:
             channel.close()
     assert outcome(through_redis) == outcome(in_memory)
-    assert num_keys == 6  # of each node the blocks and a sequence number
+    assert num_keys == 9  # of each node the blocks of both tiers and a sequence number
 
 
 def test_routers_with_views_of_their_own_find_nearly_as_much() -> None:

@@ -13,6 +13,7 @@ from tandem.engine.models.hf.attention import NAME
 from tandem.engine.models.hf.config import read_config
 from tandem.engine.models.hf.layers import build_empty
 from tandem.engine.models.hf.loader import _loaded
+from tandem.engine.models.hf.routes import Routes, routed
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
@@ -48,3 +49,19 @@ def test_known_routers_choose_as_their_own_code() -> None:
     their_order, our_order = ids.argsort(1), our_ids.argsort(1)
     assert torch.equal(ids.gather(1, their_order), our_ids.long().gather(1, our_order))
     torch.testing.assert_close(our_weights.gather(1, our_order), weights.gather(1, their_order))
+
+
+def test_tokens_of_a_trial_go_where_they_went_before() -> None:
+    routes, module = Routes(), object()
+    ids, weights = torch.arange(10).view(5, 2), torch.rand(5, 2)
+    with routes.noting():
+        assert all(torch.equal(*each) for each in zip(routed(module, ids[:3], weights[:3]), (ids[:3], weights[:3])))
+        routed(module, ids[3:], weights[3:])
+    others = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 2, dtype=torch.float64)
+    with routes.repeating(torch.tensor([4, 1])):
+        again, their_weights = routed(module, *others)
+        assert routed(object(), *others) == others
+    assert again.tolist() == [[8, 9], [2, 3]]
+    assert again.dtype == torch.int32
+    torch.testing.assert_close(their_weights, weights[[4, 1]].double())
+    assert routed(module, *others) == others

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,8 +22,10 @@ from tandem.engine.adapters.layout import AdapterLayout
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import AdapterError, CheckpointError, ConfigError
 from tandem.engine.models.choice import load_chosen, load_config
+from tandem.engine.models.hf import experts
 from tandem.engine.models.hf.config import HFConfig
 from tandem.engine.models.hf.model import HFModel
+from tandem.engine.models.hf.routes import Routes
 from tandem.engine.models.identity import model_identity
 from tiny_models import tiny_model
 
@@ -89,6 +93,21 @@ def test_the_trial_finds_what_attention_leaves_out(left_out: str, family: str) -
     assert poorer != config.layers
     with pytest.raises(CheckpointError, match="differ from those of its own attention"):
         model_of(folder, msgspec.structs.replace(config, layers=poorer))
+
+
+def test_tokens_that_go_to_other_experts_by_a_rounding_are_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here each pass chooses anew, at random."""
+    folder, really = tiny_hf_model("gpt_oss"), experts.routed
+
+    def undecided(module: Any, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.rand(len(ids_Tk), module.num_experts).topk(ids_Tk.shape[1]).indices
+        return really(module, ids, weights_Tk)
+
+    monkeypatch.setattr(experts, "routed", undecided)
+    model_of(folder, config_of(folder))
+    monkeypatch.setattr(Routes, "repeating", lambda self, places: nullcontext())
+    with pytest.raises(CheckpointError, match="differ from those of its own attention"):
+        model_of(folder, config_of(folder))
 
 
 def test_weights_must_be_those_of_the_config(copied: Callable[..., Path]) -> None:

@@ -19,6 +19,7 @@ from tandem.engine.models.choice import check_shares, load_chosen, load_config
 from tandem.engine.models.hf import loader, trial
 from tandem.engine.models.hf.config import HFConfig
 from tandem.engine.models.hf.model import HFModel
+from tandem.engine.models.hf.routes import Routes
 from tandem.engine.parallel.sharding import Shard
 
 CPU = torch.device("cpu")
@@ -75,7 +76,7 @@ def part_of(folder: Path, config: HFConfig, group: Any) -> HFModel:
 @torch.inference_mode()
 def logits_of(model: HFModel) -> torch.Tensor:
     prompts = [trial._Prompt(np.arange(length) % 90 + length) for length in trial.LENGTHS]
-    return model.compute_logits(trial._paged(model, prompts, CPU, torch.float32))
+    return model.compute_logits(trial._paged(model, prompts, CPU, torch.float32, Routes()))
 
 
 @pytest.mark.parametrize(
