@@ -100,10 +100,11 @@ class DecodeBatch:
         self._state = state
         self._max_model_len = max_model_len
         rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
-        self._words = torch.zeros((2, rows), dtype=torch.int64, device=state.device)  # slots, positions
-        self._words[0] = -1
+        # By the number of rows, int64 [2 or 5, G]: slots, positions and a head's links. Each in one run of memory, so that
+        # one copy fills it.
+        self._words_of: dict[int, torch.Tensor] = {}
+        self._newest = torch.empty((2, 0), dtype=torch.int64, device=state.device)  # that were filled
         self._adapted = torch.zeros((2, rows), dtype=torch.int32, device=state.device)  # order, slots
-        self._links = torch.zeros((3, rows), dtype=torch.int64, device=state.device)
         self._inputs = [DecodeInputs.allocate(rows, state.max_blocks, state.device) for _ in state.tables_SB]
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=state.device)
         self.device = state.device
@@ -112,19 +113,26 @@ class DecodeBatch:
     def fill(self, rows: Sequence[ScheduledRow], size: int, with_adapters: bool = False) -> None:
         """Writes the step's slots and the position of each one's newest token, and which adapter each takes if some
         do, with copies that don't wait."""
-        host = torch.empty((2, size), dtype=torch.int64, pin_memory=self._pinned)
+        self._newest = self._words_for(size)
+        host = torch.empty(self._newest.shape, dtype=torch.int64, pin_memory=self._pinned)
         words, num_rows = host.numpy(), len(rows)
-        words[:, :num_rows] = [row.slot for row in rows], [row.start for row in rows]
+        words[:2, :num_rows] = [row.slot for row in rows], [row.start for row in rows]
         words[0, num_rows:], words[1, num_rows:] = -1, 0
-        self._words[:, :size].copy_(host, non_blocking=True)
         if self._features is not None:
-            links = torch.from_numpy(self._features.links(words[0], words[1]))
-            self._links[:, :size].copy_(links.pin_memory() if self._pinned else links, non_blocking=True)
+            words[2:] = self._features.links(words[0], words[1])
+        self._newest.copy_(host, non_blocking=True)
         if with_adapters:
             adapter_G = np.zeros(size, np.int32)
             adapter_G[:num_rows] = self.adapters_of(rows)
             sent = torch.from_numpy(sorted_rows(adapter_G))
             self._adapted[:, :size].copy_(sent.pin_memory() if self._pinned else sent, non_blocking=True)
+
+    def _words_for(self, size: int) -> torch.Tensor:
+        if size not in self._words_of:
+            # Kernels are compiled for addresses that are multiples of 16 bytes.
+            shape = (2 if self._features is None else 5, -(-size // 2) * 2)
+            self._words_of[size] = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        return self._words_of[size]
 
     def adapters_of(self, rows: Sequence[ScheduledRow]) -> np.ndarray:
         """int32 [R]: the slot of each row's adapter, 0 for none."""
@@ -145,7 +153,8 @@ class DecodeBatch:
         adapters = None
         if with_adapters:
             adapters = AdapterRows(self._adapted[0, :size], self._adapted[1, :size])
-        slot_G, position_G = self._words[0, :size], self._words[1, :size]
+        words = self._words_for(size)[:, :size]
+        slot_G, position_G = words[0], words[1]
         state, every = self._state, [each.first(size) for each in self._inputs]
         for table_SB, inputs in zip(state.tables_SB, every, strict=True):
             gather_decode_inputs(slot_G, position_G, state.token_ids_SC, table_SB, state.block_size, inputs)
@@ -161,7 +170,7 @@ class DecodeBatch:
         with set_forward_context(ForwardContext(by_layer or by_table[0], layers, adapters=adapters)):
             hidden_GH = self._model(every[0].input_ids_R, position_G)
             if self._features is not None:
-                self._features.note(every[0].input_ids_R, position_G, self._links[:, :size])
+                self._features.note(every[0].input_ids_R, position_G, words[2:])
         return self._model.project(hidden_GH, out_GV)
 
     def _metadata(
@@ -192,7 +201,7 @@ class DecodeBatch:
     def store(self, token_R: torch.Tensor) -> None:
         """Writes the sampled tokens (one per row, in the order of `fill`) into the slots' tables."""
         num_rows = len(token_R)
-        store_tokens(self._words[0, :num_rows], self._words[1, :num_rows], token_R, self._state.token_ids_SC)
+        store_tokens(self._newest[0, :num_rows], self._newest[1, :num_rows], token_R, self._state.token_ids_SC)
 
 
 @contextmanager
