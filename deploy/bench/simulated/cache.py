@@ -9,15 +9,19 @@ from itertools import islice
 from tandem.deploy.bench.trace import TRACE_BLOCK
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.kv_connector.directory.spare_blocks import ASKED_AT_ONCE, newest_of_colder
+from tandem.kv_connector.tiers.write_back import SAVED_AHEAD
 
-# Looked at by a heartbeat of 0.5 s: what a node with blocks of 16 tokens looks at, once a second.
-BLOCKS_AT_ONCE = ASKED_AT_ONCE * 16 // TRACE_BLOCK // 2
+BLOCK = 16  # tokens of a node's blocks
+# Looked at by a heartbeat of 0.5 s: what a node with such blocks looks at, once a second.
+BLOCKS_AT_ONCE = ASKED_AT_ONCE * BLOCK // TRACE_BLOCK // 2
+BLOCKS_AHEAD = SAVED_AHEAD * BLOCK // TRACE_BLOCK  # that are saved before anybody takes their place
 
 
 class TieredCache:
-    """Blocks of a node: what leaves the GPU tier goes to the host tier, what leaves that is gone. Least recently used
-    first; of one request the deepest first. A block is in one tier. `is_left`: whether a peer keeps a block, so that it
-    need not go to the host tier, unless one there is reached through it."""
+    """Blocks of a node: of those that leave the GPU tier the next few were saved to the host tier, what leaves that is
+    gone. Least recently used first; of one request the deepest first. Blocks of the GPU tier may have copies in the
+    host's, which go before all that it alone has. `is_left`: whether a peer keeps a block, so that it need not be
+    saved, unless one in the host tier is reached through it."""
 
     def __init__(
         self, num_gpu_blocks: int, num_host_blocks: int, is_left: Callable[[bytes], bool] = lambda block_hash: False
@@ -28,8 +32,13 @@ class TieredCache:
         self._gpu: OrderedDict[bytes, None] = OrderedDict()
         self._children: dict[bytes | None, set[bytes]] = {}  # in the GPU tier, by parent
         self._given: set[bytes] = set()  # by `give_up_first`
-        self._host: OrderedDict[bytes, None] = OrderedDict()
+        self._host: OrderedDict[bytes, None] = OrderedDict()  # what the GPU tier has not
+        self._copies: OrderedDict[bytes, None] = OrderedDict()
         self._num_gpu, self._num_host = num_gpu_blocks, num_host_blocks
+        self._num_ahead = min(BLOCKS_AHEAD, -(-num_host_blocks // 2))
+        self._held: dict[object, int] = {}
+        self.num_held = 0  # blocks of the GPU tier that nobody finds
+        self.num_lost = 0  # blocks that left the GPU tier unsaved
         self.events: list[BlockEvent] = []
 
     def drain_events(self) -> list[BlockEvent]:
@@ -41,7 +50,7 @@ class TieredCache:
         return block_hash in self._gpu or block_hash in self._host
 
     def match(self, hashes: Sequence[bytes]) -> tuple[int, int]:
-        """Returns how many leading blocks are here, and how many of these are in the host tier."""
+        """Returns how many leading blocks are here, and how many of these are in the host tier alone."""
         length = in_host = 0
         for block_hash in hashes:
             if block_hash in self._host:
@@ -62,20 +71,88 @@ class TieredCache:
             self._children.setdefault(self._parents[block_hash], set()).add(block_hash)
             self.events.append(BlockEvent(block_hash, True, "gpu"))
             if block_hash in self._host:
-                self._leave_host(block_hash)
-        while len(self._gpu) > self._num_gpu:
+                del self._host[block_hash]
+                self._copies[block_hash] = None
+        self._make_room()
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """Has what is here of a prompt leave last, the first of it at the very last."""
+        for block_hash in reversed(hashes):
+            for tier in (self._gpu, self._host):
+                if block_hash in tier:
+                    tier.move_to_end(block_hash)
+
+    # --- who works with blocks --------------------------------------------------------------------------------
+
+    def hold(self, holder: object, num_blocks: int) -> None:
+        """Gives `holder` so many blocks of the GPU tier that nobody finds, unless it has them."""
+        more = num_blocks - self._held.get(holder, 0)
+        if more > 0:
+            self._held[holder] = num_blocks
+            self.num_held += more
+            self._make_room()
+
+    def let_go(self, holder: object) -> None:
+        self.num_held -= self._held.pop(holder, 0)
+
+    def is_held_by(self, holder: object) -> bool:
+        return holder in self._held
+
+    # --- what leaves ------------------------------------------------------------------------------------------
+
+    def save(self, num_blocks: int) -> None:
+        """Copies so many blocks, those next to leave, to the host tier as far as that has room for: what an idle node
+        does."""
+        room = min(num_blocks, self._num_host - len(self._host) - len(self._copies))
+        if room > 0:
+            for block_hash in list(islice((each for each in self._gpu if each not in self._copies), room)):
+                self._copies[block_hash] = None
+                self._enter_host(block_hash)
+
+    def _make_room(self) -> None:
+        num_evicted = 0
+        while self._gpu and len(self._gpu) + self.num_held > self._num_gpu:
             block_hash, _ = self._gpu.popitem(last=False)
             self._leave_gpu(block_hash)
-            if self._num_host and (self._num_children[block_hash] or not self._is_left(block_hash)):
+            if block_hash in self._copies:
+                del self._copies[block_hash]
                 self._host[block_hash] = None
-                self._num_children[self._parents[block_hash]] += 1
-                self.events.append(BlockEvent(block_hash, True, "cpu"))
+            elif self._is_worth_saving(block_hash) and num_evicted < self._num_ahead:
+                if len(self._host) + len(self._copies) == self._num_host:
+                    self._evict_from_host()
+                self._host[block_hash] = None
+                self._enter_host(block_hash)
             else:
+                self.num_lost += self._is_worth_saving(block_hash)
                 del self._parents[block_hash]
-        while len(self._host) > self._num_host:
-            block_hash = next(iter(self._host))
-            self._leave_host(block_hash)
+            num_evicted += 1
+
+    def _is_worth_saving(self, block_hash: bytes) -> bool:
+        return self._num_children[block_hash] > 0 or not self._is_left(block_hash)
+
+    def _evict_from_host(self) -> None:
+        if self._copies:
+            block_hash, _ = self._copies.popitem()
+        else:
+            block_hash, _ = self._host.popitem(last=False)
+        parent = self._parents[block_hash]
+        self._num_children[parent] -= 1
+        if not self._num_children[parent]:
+            del self._num_children[parent]
+        if block_hash not in self._gpu:
             del self._parents[block_hash]
+        self.events.append(BlockEvent(block_hash, False, "cpu"))
+
+    def _enter_host(self, block_hash: bytes) -> None:
+        self._num_children[self._parents[block_hash]] += 1
+        self.events.append(BlockEvent(block_hash, True, "cpu"))
+
+    def _leave_gpu(self, block_hash: bytes) -> None:
+        siblings = self._children[self._parents[block_hash]]
+        siblings.remove(block_hash)
+        if not siblings:
+            del self._children[self._parents[block_hash]]
+        self.events.append(BlockEvent(block_hash, False, "gpu"))
 
     def give_up_first(self) -> None:
         """Evicts first what peers keep, too, of the blocks that came into the colder half, at the pace of
@@ -95,25 +172,12 @@ class TieredCache:
                 leaving[block_hash] = None
         return leaving
 
-    def _leave_gpu(self, block_hash: bytes) -> None:
-        siblings = self._children[self._parents[block_hash]]
-        siblings.remove(block_hash)
-        if not siblings:
-            del self._children[self._parents[block_hash]]
-        self.events.append(BlockEvent(block_hash, False, "gpu"))
-
-    def _leave_host(self, block_hash: bytes) -> None:
-        del self._host[block_hash]
-        parent = self._parents[block_hash]
-        self._num_children[parent] -= 1
-        if not self._num_children[parent]:
-            del self._num_children[parent]
-        self.events.append(BlockEvent(block_hash, False, "cpu"))
-
     def check_integrity(self) -> None:
-        assert len(self._gpu) <= self._num_gpu
-        assert len(self._host) <= self._num_host
+        assert not self._gpu or len(self._gpu) + self.num_held <= self._num_gpu
+        assert self.num_held == sum(self._held.values())
+        assert len(self._host) + len(self._copies) <= self._num_host
         assert not self._gpu.keys() & self._host.keys()
+        assert self._copies.keys() <= self._gpu.keys()
         assert self._parents.keys() == self._gpu.keys() | self._host.keys()
         assert {each for some in self._children.values() for each in some} == self._gpu.keys()
-        assert self._num_children == Counter(self._parents[each] for each in self._host)
+        assert self._num_children == Counter(self._parents[each] for each in (*self._host, *self._copies))

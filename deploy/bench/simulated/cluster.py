@@ -17,7 +17,7 @@ from tandem.deploy.bench.simulated.leanings import SimulatedLeanings
 from tandem.deploy.bench.simulated.node import SimulatedNode
 from tandem.deploy.bench.simulated.router import EPOCH, Router, SimulatedRouter
 from tandem.deploy.bench.simulated.shape import ClusterShape
-from tandem.deploy.bench.trace import TraceRequest
+from tandem.deploy.bench.trace import TRACE_BLOCK, TraceRequest
 from tandem.engine.contracts.config import PlacementName
 from tandem.engine.contracts.keys import NodeKey
 from tandem.kv_connector.directory.kept import MOST_PEERS, gives_way
@@ -159,7 +159,7 @@ class Simulation:
         self._schedule(node)
         for job in node.passed_on():
             for other in [self._by_id[node_id] for node_id in job.places if node_id != node.node_id]:
-                other.nudge(now)
+                other.nudge(job, now)
                 self._goes_on(other, now)
 
     def _stores(self, node: SimulatedNode, now: float) -> None:
@@ -181,6 +181,8 @@ class Simulation:
     def _grant(self, sink: SimulatedNode, now: float) -> None:
         """Lets jobs go on whose turn it is at a node that has room."""
         for job in sink.grants.granted():
+            if self._sources[job] is not sink:
+                sink.cache.hold(("granted", job), len(job.hashes) - job.num_held // TRACE_BLOCK)
             self._sources[job].link.pushed_late(job, now)
             if job.computed_at:
                 self._hand_over(job, now)

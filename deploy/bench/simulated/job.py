@@ -90,6 +90,10 @@ class Job:
         """The blocks that a share has from the beginning, in short."""
         return self.places
 
+    def is_had_by(self, node_id: str) -> bool:
+        """Whether it is that node's prompt, and no other's with which it helps."""
+        return not self.places or node_id == self.places[0]
+
     def is_over_at(self, node_id: str) -> bool:
         """Whether that node has nothing left to compute of it."""
         if self.table is None:
@@ -100,7 +104,7 @@ class Job:
     def chunk_for(self, node_id: str) -> int:
         """How many tokens that node may compute now; 0: it is another's turn."""
         if self.table is None:
-            return self.num_left if not self.places or node_id == self.places[0] else 0
+            return self.num_left if self.is_had_by(node_id) else 0
         index = self.table.chunk_at(self.num_computed)
         is_theirs = self.places[self.table.place_of(index)] == node_id
         return self.table.ends[index] - self.num_computed if is_theirs else 0

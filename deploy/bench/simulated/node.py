@@ -105,7 +105,7 @@ class SimulatedNode:
 
     @property
     def num_free_blocks(self) -> int:
-        return max(0, self.num_blocks - (self._context + self.grants.num_pending) // TRACE_BLOCK)
+        return max(0, self.num_blocks - self._context // TRACE_BLOCK - self.cache.num_held)
 
     @property
     def num_streams(self) -> int:
@@ -149,6 +149,7 @@ class SimulatedNode:
         """Takes a computed prompt over, whose KV is here by now."""
         self._now = now
         job.targets = self._targets
+        self.cache.let_go(("granted", job))
         self.cache.use(job.hashes)
         self._resuming.append(job)
         self._interrupt(now)
@@ -158,9 +159,10 @@ class SimulatedNode:
         found, self._passed_on = self._passed_on, []
         return found
 
-    def nudge(self, now: float) -> None:
-        """Notes that it may be this node's turn."""
+    def nudge(self, job: Job, now: float) -> None:
+        """Notes that it may be this node's turn with a prompt."""
         if self._prompts:
+            self._prompts.join(job)
             self._now = now
             self._interrupt(now)
 
@@ -209,6 +211,8 @@ class SimulatedNode:
     def _interrupt(self, now: float) -> None:
         """Lets what came join after the step under way, of several decode steps one after the other."""
         if self.next_at == math.inf:
+            idle_s = now - self._run[0]
+            self.cache.save(int(idle_s / max(1e-9, self._costs.host_s_per_token) / TRACE_BLOCK))
             self._start(now)
         elif self._run[2] > 1:
             began, step_s, _ = self._run
@@ -221,6 +225,7 @@ class SimulatedNode:
 
     def _first_token(self, job: Job, now: float) -> None:
         job.first_token_at = now
+        self.cache.let_go(job)
         self.cache.use(job.hashes)
         if job.request.num_output_tokens == 1:
             self._finish(job, now)
@@ -239,6 +244,7 @@ class SimulatedNode:
 
     def _finish(self, job: Job, now: float) -> None:
         job.finished_at = now
+        self.cache.touch(job.hashes)
         self.done.append(job)
 
     def _start(self, now: float) -> None:

@@ -88,12 +88,14 @@ class Prompts:
             self._look_up(job)
         self._waiting.append(job)
         self._order.arrived(job)  # type: ignore[arg-type]
+        self.join(job)
 
     def plan(self, budget: int, has_room: Callable[[Job], bool], num_rows: int) -> PromptWork:
         """The next step's work, of at most `budget` tokens beside so many rows; it counts as computed."""
         work = PromptWork()
         for job in [job for job in self if job.is_over_at(self._node_id)]:  # the rest of it is others'
             self._drop(job)
+            self._cache.let_go(job)
         arranged = self._arranged()
         chunk = self._options.contended_prefill_chunk
         if chunk and (len(arranged) > 1 or self._order.has_late):
@@ -104,7 +106,7 @@ class Prompts:
                 break
             if not job.chunk_for(self._node_id):
                 continue
-            if job not in self._begun and not has_room(job):
+            if job not in self._begun and not self._cache.is_held_by(job) and not has_room(job):
                 if not self._passes:
                     break
                 continue
@@ -125,6 +127,10 @@ class Prompts:
             most = min(MOST_TOKENS, max(room, LEAST_TOKENS))
             job.table = divide(job.num_computed, job.num_prompt_tokens, job.num_nodes, most, BLOCK)
             job.places = job.places if job.table is not None else job.places[:1]
+        if job.is_had_by(self._node_id):
+            self._cache.touch(job.hashes)
+            takes_all = job.table is not None or job.decode_on not in ("", self._node_id)
+            self._hold(job, job.num_prompt_tokens if takes_all else job.num_computed)
         # What one of several nodes found is pushed to each of the others.
         work.seconds += job.loading_s or job.num_found * self._costs.push_s_per_token * (job.num_nodes > 1)
         job.loading_s = 0.0
@@ -134,10 +140,22 @@ class Prompts:
         work.num_tokens += num_tokens
         work.chunks.append((job, num_tokens))
         job.num_computed += num_tokens
+        if job.table is None:
+            self._hold(job, job.num_computed)
         if not job.num_left:
             self._drop(job)
             work.ended.append(job)
         return num_tokens
+
+    def join(self, job: Job) -> None:
+        """Takes, at once, all blocks of this node's share of a prompt that has begun elsewhere."""
+        if job in self._waiting and job.table is not None and not job.is_had_by(self._node_id):
+            last = job.table.of(job.places.index(self._node_id))[-1]
+            self._cache.hold(job, -(-job.table.ends[last] // TRACE_BLOCK))
+
+    def _hold(self, job: Job, num_tokens: int) -> None:
+        """Has it hold the blocks of so many tokens, but for those that it found on the device."""
+        self._cache.hold(job, -(-num_tokens // TRACE_BLOCK) + -job.hits["gpu"] // TRACE_BLOCK)
 
     def _drop(self, job: Job) -> None:
         (self._begun if job in self._begun else self._waiting).remove(job)

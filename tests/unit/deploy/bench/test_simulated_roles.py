@@ -112,6 +112,18 @@ def test_several_nodes_take_a_long_prompts_chunks_in_turn() -> None:
     assert sorted(node.cache.match(job.hashes)[0] for node in simulation.nodes) == [0, 0, 0, 32]
 
 
+def test_all_nodes_of_a_prompt_hold_its_blocks_from_the_beginning() -> None:
+    """Three helpers push out what they have cached for their share, and have nothing of the prompt afterwards."""
+    shape = ClusterShape(4, 40 * TRACE_BLOCK, 0, costs=FLAT, targets=Targets(6.0, 0.4))
+    before = [request(0.1 * n, range(1000 * n, 1000 * n + 30), output=1) for n in range(1, 5)]
+    simulation = run(shape, *before, request(200.0, range(32)), policy="elastic")
+    first, job = simulation.jobs[0], simulation.jobs[-1]
+    assert (job.num_nodes, len({each.places for each in simulation.jobs[:4]})) == (4, 4)
+    assert [node.cache.num_held for node in simulation.nodes] == [0] * 4
+    kept = [sum(node.cache.match(each.hashes)[0] for each in simulation.jobs[:4]) for node in simulation.nodes]
+    assert max(kept) < len(first.hashes) - 15, kept
+
+
 def test_the_elastic_rule_keeps_more_targets_than_any_fixed_division() -> None:
     """Bursts of short prompts with a long one among them, 1.64 s of one node's work, that none can compute in time
     alone."""

@@ -27,8 +27,12 @@ from tandem.deploy.bench.trace import TRACE_BLOCK, TraceRequest, pooled_hit_rate
 from tandem.deploy.bench.trace_replay import goodput
 from tandem.deploy.bench.trace_report import summarize_jobs
 from tandem.deploy.cli import main
+from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
+from tandem.kv_connector.tiers.index import TierIndex
+from tandem.kv_connector.tiers.jobs import JobDone
+from tandem.kv_connector.tiers.write_back import WriteBack
 
 FLAT = CostModel(prefill_s_per_token=1e-3, prefill_s_per_token_and_context=0.0, step_s=0.1, sequence_s=0.0,
                  context_s_per_token=0.0, host_s_per_token=1e-4, max_num_batched_tokens=512)  # fmt: skip
@@ -172,6 +176,56 @@ def test_what_leaves_the_gpu_is_on_the_host_until_that_is_full() -> None:
     told: dict[tuple[bytes, str], bool] = {(e.block_hash, e.tier): e.stored for e in cache.events}
     assert {name for (name, tier), stored in told.items() if stored and tier == "gpu"} == set(names[2:])
     assert {name for (name, tier), stored in told.items() if stored and tier == "cpu"} == {names[0]}
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("num_taken", [4, 8, 14, 20])
+def test_what_is_taken_at_once_costs_what_was_not_saved(num_taken: int) -> None:
+    """All 20 blocks of the pool are cached: the eight next to go were saved, and others that leave are lost, by the
+    pool and the write-back of a node as well."""
+    names = [bytes([n]) * 14 for n in range(20)]
+    cache = TieredCache(20, 20)
+    for name in names:
+        cache.use([name])
+    cache.hold("a share", num_taken)
+    num_left = 20 - max(0, num_taken - 8)
+    assert sum(name in cache for name in names) == num_left == num_left_of_a_node(names, num_taken)
+    cache.let_go("a share")
+    cache.use([b"another"])
+    assert cache.num_lost == 20 - num_left, "what was given back goes first"
+    cache.check_integrity()
+
+
+def num_left_of_a_node(names: list[bytes], num_taken: int) -> int:
+    """How many of these, which fill its pool, a node has when so many have been taken at once."""
+    size = TRACE_BLOCK // 16
+    pool, host = BlockPool(len(names) * size, True), TierIndex(len(names) * size)
+    write_back = WriteBack(pool, host, None, lambda event: None, 64)
+    for name in names:
+        blocks = pool.allocate(size)
+        assert blocks is not None
+        for index, block_id in enumerate(blocks):
+            parent = name + bytes([0, index - 1]) if index else None
+            assert pool.register(block_id, name + bytes([0, index]), parent)
+        pool.free(blocks, None)
+    write_back.on_turn(pool.drain_events(), False)
+    while jobs := write_back.drain_jobs():
+        for each in jobs:
+            write_back.on_done(JobDone(each, 0.0))
+        write_back.on_turn([], False)
+    assert pool.allocate_grantable(num_taken * size) is not None
+    return sum(pool.find(name + b"\0\0") is not None or host.is_ready(name + b"\0\0") for name in names)
+
+
+def test_an_idle_node_copies_what_host_memory_has_room_for() -> None:
+    names = [bytes([n]) * 16 for n in range(20)]
+    cache = TieredCache(20, 16)
+    for name in names:
+        cache.use([name])
+    cache.save(100)
+    cache.hold("a share", 20)
+    assert [name in cache for name in names] == [True] * 16 + [False] * 4
+    assert cache.match(names[:1]) == (1, 1)
     cache.check_integrity()
 
 
