@@ -100,8 +100,8 @@ class DecodeBatch:
         self._state = state
         self._max_model_len = max_model_len
         rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
-        # By the number of rows, int64 [2 or 5, G]: slots, positions and a head's links. Each in one run of memory, so that
-        # one copy fills it.
+        # By the number of rows, int64 [2 or 5, G]: slots, positions and a head's links. Each in one run of memory, so
+        # that one copy fills it.
         self._words_of: dict[int, torch.Tensor] = {}
         self._newest = torch.empty((2, 0), dtype=torch.int64, device=state.device)  # that were filled
         self._adapted = torch.zeros((2, rows), dtype=torch.int32, device=state.device)  # order, slots

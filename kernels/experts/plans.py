@@ -16,6 +16,10 @@ LANE_INPUTS = 32  # of a word's eight numbers of 4 bits, and those of its neighb
 # inputs took most of the time (docs/measurements.md#mixtures-of-experts). Guesses.
 LONG_TILE, FEW_STEPS = 256, 2
 TILES_M = (16, 32, 64, 128)  # pairs of a tile; a guess
+MX_INPUTS = 32  # of e2m1 that share a power of two
+# Of e2m1 for very few rows: outputs, words of eight inputs, warps. A warp reads two whole rows of 128 words at a time.
+# Guesses.
+E2M1_TILE = (8, 128, 4)
 
 
 def experts_of_rank(rank: int, num_ranks: int, num_experts: int) -> tuple[int, int]:
@@ -59,6 +63,14 @@ class FewPlan(NamedTuple):
     warps: int
 
 
+class E2m1Plan(NamedTuple):
+    """The constants of triton_kernels/experts/few_e2m1.py."""
+
+    tile_n: int
+    tile_words: int
+    warps: int
+
+
 class GroupedPlan(NamedTuple):
     """The constants of triton_kernels/experts/grouped.py."""
 
@@ -99,11 +111,11 @@ class MixtureSizes(NamedTuple):
 
 
 class MixturePlan(NamedTuple):
-    """The plans of both products: FewPlans, or GroupedPlans of one `tile_m`. `rounded`: activations become e4m3, for
-    fp8 products."""
+    """The plans of both products: FewPlans, E2m1Plans, or GroupedPlans of one `tile_m`. `rounded`: activations become
+    e4m3, for fp8 products."""
 
-    gate_up: FewPlan | GroupedPlan
-    down: FewPlan | GroupedPlan
+    gate_up: FewPlan | E2m1Plan | GroupedPlan
+    down: FewPlan | E2m1Plan | GroupedPlan
     rounded: bool = False
 
 
@@ -123,7 +135,7 @@ def choose_plan(num_tokens: int, sizes: MixtureSizes, num_experts: int | None = 
     """The plan for so many tokens; None: the kernels serve no such sizes. `num_experts`: how many the model has, where
     some are elsewhere."""
     if num_tokens <= MOST_FEW_TOKENS:
-        plan = few_plan(sizes)
+        plan = few_plan(sizes) or e2m1_plan(sizes)
         if plan is not None:
             return plan
     mean = num_tokens * sizes.top_k / (num_experts or sizes.num_experts)
@@ -132,7 +144,7 @@ def choose_plan(num_tokens: int, sizes: MixtureSizes, num_experts: int | None = 
 
 def every_plan(sizes: MixtureSizes) -> tuple[MixturePlan, ...]:
     """All plans that `choose_plan` can name."""
-    plans = (few_plan(sizes), *(grouped_plan(tile, sizes) for tile in TILES_M))
+    plans = (few_plan(sizes), e2m1_plan(sizes), *(grouped_plan(tile, sizes) for tile in TILES_M))
     return tuple(plan for plan in plans if plan is not None)
 
 
@@ -142,6 +154,13 @@ def few_plan(sizes: MixtureSizes) -> MixturePlan | None:
     gate_up = _few(sizes.width, sizes.hidden, 4, 2048, sizes.group)
     down = _few(sizes.hidden, sizes.width, 8, 1024, sizes.group)
     return None if gate_up is None or down is None else MixturePlan(gate_up, down)
+
+
+def e2m1_plan(sizes: MixtureSizes) -> MixturePlan | None:
+    """The plan of very few rows over e2m1; None: these are others, or no tile fits."""
+    plan = E2m1Plan(*E2M1_TILE)
+    are_whole = all(size % MX_INPUTS == 0 and size % plan.tile_n == 0 for size in (sizes.hidden, sizes.width))
+    return MixturePlan(plan, plan) if sizes.is_e2m1 and are_whole else None
 
 
 def _few(num_outputs: int, num_inputs: int, tile_n: int, most_inputs: int, group: int) -> FewPlan | None:

@@ -15,10 +15,21 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tandem.kernels.experts.plans import FewPlan, GroupedPlan, MixtureSizes, choose_plan, every_plan  # noqa: E402
+from tandem.kernels.experts.plans import (  # noqa: E402
+    E2m1Plan,
+    FewPlan,
+    GroupedPlan,
+    MixtureSizes,
+    choose_plan,
+    every_plan,
+)
 from tandem.kernels.products.matmul_plans import SHARED_BYTES  # noqa: E402
 from tandem.kernels.triton_kernels.experts import launch, route, sort  # noqa: E402
 from tandem.kernels.triton_kernels.experts.few import few_down_kernel, few_gate_up_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.experts.few_e2m1 import (  # noqa: E402
+    few_e2m1_down_kernel,
+    few_e2m1_gate_up_kernel,
+)
 from tandem.kernels.triton_kernels.experts.grouped import add_up_kernel, grouped_kernel  # noqa: E402
 
 TYPES = {
@@ -85,6 +96,21 @@ def test_products_over_e2m1_compile() -> None:
     compiled = compile_kernel(grouped_kernel, types, constants)
     assert "wgmma.mma_async" in compiled.asm["ptx"]
     assert "fma.rn.bf16x2" in compiled.asm["ptx"]
+
+
+def test_products_of_very_few_rows_over_e2m1_compile() -> None:
+    plan = choose_plan(1, MixtureSizes(32, 4, 2880, 2880, bits=4, is_e2m1=True, group=32, has_bias=True))
+    assert plan is not None
+    assert isinstance(plan.gate_up, E2m1Plan)
+    assert isinstance(plan.down, E2m1Plan)
+    types = {**TYPES, **UNUSED, "weight": "*i32", "scales": "*u8"}
+    constants = launch.e2m1_constants(plan.gate_up, 2880, 2880, has_bias=True)
+    gate_up = compile_kernel(few_e2m1_gate_up_kernel, types, {**constants, "CLAMPED": True})
+    constants = launch.e2m1_constants(plan.down, 2880, 2880, has_bias=True)
+    down = compile_kernel(few_e2m1_down_kernel, types, {**constants, "TOP_K": 4})
+    for compiled in (gate_up, down):
+        assert "ld.global.cg.v4" in compiled.asm["ptx"], "weights are not read in long pieces"
+        assert "fma.rn.bf16x2" in compiled.asm["ptx"]
 
 
 def test_products_over_integers_of_four_bits_compile() -> None:

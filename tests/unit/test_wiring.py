@@ -36,7 +36,7 @@ SET_FROM_OUTSIDE = {
     ),
     "engine/models/hf/config.py": ("transformers", {"pad_token_id"}),
     "engine/models/hf/encoder.py": ("transformers", {"forward", "tandem_cross", "_attn_implementation"}),
-    "engine/models/hf/encoder_trial.py": ("transformers", {"_attn_implementation"}),
+    "engine/models/hf/trials/encoder_trial.py": ("transformers", {"_attn_implementation"}),
     "engine/models/hf/loader.py": ("transformers", {"tandem_stacks"}),
     "engine/models/hf/low_rank.py": ("transformers", {"forward"}),
     "engine/models/hf/parallel.py": (
@@ -52,7 +52,7 @@ SET_FROM_OUTSIDE = {
             "_is_expert_parallel",
         },
     ),
-    "engine/models/hf/trial.py": ("transformers", {"_attn_implementation"}),
+    "engine/models/hf/trials/trial.py": ("transformers", {"_attn_implementation"}),
     "engine/models/layers/mlp.py": ("torch", {"data"}),
     "engine/process/process_log.py": ("logging", {"msg"}),
     "engine/process/watched.py": ("threading", {"excepthook"}),

@@ -17,7 +17,7 @@ from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from tandem.engine.models.hf.attention import NAME
-from tandem.engine.models.hf.routes import routed
+from tandem.engine.models.hf.trials.routes import routed
 from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.kernels.api.forward_context import slots_of_pass
 from tandem.kernels.experts import mixture

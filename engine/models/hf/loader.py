@@ -21,7 +21,7 @@ from tandem.engine.models.hf.layers import class_of
 from tandem.engine.models.hf.model import HFModel
 from tandem.engine.models.hf.parallel import share_experts_out, share_out
 from tandem.engine.models.hf.towers import text_attention
-from tandem.engine.models.hf.trial import check_against_own_attention
+from tandem.engine.models.hf.trials.trial import check_against_own_attention
 from tandem.engine.models.packed_experts import are_packed, made_up_experts, names_of, read_experts, read_tensor
 from tandem.engine.models.weights import stored_tensors
 from tandem.engine.parallel.expert_group import ExpertGroup

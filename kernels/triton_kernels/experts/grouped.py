@@ -53,7 +53,7 @@ def _load_scale(marks, ahead, CUT: tl.constexpr, TILE_K: tl.constexpr):
 
 
 @triton.jit
-def _gated(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+def gated(gate, up, alpha, limit, CLAMPED: tl.constexpr):
     """silu(gate) * up; CLAMPED as GPT-OSS has it (arXiv 2508.10925): both cut off at the limit, up raised by 1."""
     if CLAMPED:
         gate = tl.minimum(gate, limit)
@@ -178,7 +178,7 @@ def grouped_kernel(
         if GATED:
             acc_up += tl.load(biases + up).to(tl.float32)[:, None]
     if GATED:
-        acc = _gated(acc, acc_up, alpha, limit, CLAMPED)
+        acc = gated(acc, acc_up, alpha, limit, CLAMPED)
         targets = places
     else:
         acc *= tl.load(counts + pairs)[None, :]

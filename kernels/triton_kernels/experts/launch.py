@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tandem.kernels.experts.plans import Clamp, FewPlan, GroupedPlan, MixturePlan, inputs_of_a_scale
+from tandem.kernels.experts.plans import Clamp, E2m1Plan, FewPlan, GroupedPlan, MixturePlan, inputs_of_a_scale
 from tandem.kernels.experts.stacked import StackedWeight
 from tandem.kernels.products.quantised import quantise_rows
 from tandem.kernels.triton_kernels.common import cdiv, next_power_of_2, overlap
 from tandem.kernels.triton_kernels.experts.few import few_down_kernel, few_gate_up_kernel
+from tandem.kernels.triton_kernels.experts.few_e2m1 import few_e2m1_down_kernel, few_e2m1_gate_up_kernel
 from tandem.kernels.triton_kernels.experts.grouped import add_up_kernel, grouped_kernel
 from tandem.kernels.triton_kernels.experts.sort import sort_triton
 
@@ -75,6 +76,14 @@ def few_constants(
     }  # fmt: skip
 
 
+def e2m1_constants(plan: E2m1Plan, num_outputs: int, num_inputs: int, *, has_bias: bool) -> dict[str, Any]:
+    words = num_inputs // 8
+    return {
+        "SIZE": num_outputs, "WORDS": words, "TILE_N": plan.tile_n, "TILE_W": plan.tile_words,
+        "STEPS": cdiv(words, plan.tile_words), "HAS_BIAS": has_bias, "num_warps": plan.warps,
+    }  # fmt: skip
+
+
 def launch(
     plan: MixturePlan,
     x_TE: torch.Tensor,
@@ -100,8 +109,12 @@ def launch(
         assert clamp is None, f"{plan} knows SiLU alone"
         _launch_few(plan.gate_up, plan.down, x_TE, ids_Tk, weights_Tk, gate_up, down, activated, out, norm)
         return out
-    assert isinstance(plan.down, GroupedPlan), f"{plan} mixes ways"
     assert norm is None, f"{plan} takes x as it is"
+    if isinstance(plan.gate_up, E2m1Plan):
+        assert isinstance(plan.down, E2m1Plan), f"{plan} mixes ways"
+        _launch_e2m1(plan.gate_up, plan.down, x_TE, ids_Tk, weights_Tk, gate_up, down, activated, out, clamp)
+        return out
+    assert isinstance(plan.down, GroupedPlan), f"{plan} mixes ways"
     assert plan.down.tile_m == plan.gate_up.tile_m, f"{plan} cuts rows in two ways"
     order, tiles = sort_triton(ids_Tk, num_experts, plan.gate_up.tile_m)
     multiply = functools.partial(
@@ -142,6 +155,31 @@ def _launch_few(
         activated, down.values, down.scales, ids_Tk, weights_Tk, out,
         down.row, down.expert, TOP_K=top_k, ADD=norm is not None,
         **few_constants(down_plan, hidden, width, **constants), **overlap(x_TE.device),
+    )  # fmt: skip
+
+
+def _launch_e2m1(
+    gate_up_plan: E2m1Plan,
+    down_plan: E2m1Plan,
+    x_TE: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    gate_up: _Stored,
+    down: _Stored,
+    activated: torch.Tensor,
+    out: torch.Tensor,
+    clamp: Clamp | None,
+) -> None:
+    (num_tokens, top_k), hidden, width = ids_Tk.shape, out.shape[1], activated.shape[1]
+    alpha, limit = clamp or (1.0, 0.0)
+    few_e2m1_gate_up_kernel[(width // gate_up_plan.tile_n, num_tokens * top_k)](
+        x_TE, gate_up.values, gate_up.scales, gate_up.bias, ids_Tk, activated,
+        x_TE.stride(0) // 16, gate_up.row, gate_up.expert, top_k, alpha, limit, CLAMPED=clamp is not None,
+        **e2m1_constants(gate_up_plan, width, hidden, has_bias=gate_up.has_bias), **overlap(x_TE.device),
+    )  # fmt: skip
+    few_e2m1_down_kernel[(hidden // down_plan.tile_n, num_tokens)](
+        activated, down.values, down.scales, down.bias, ids_Tk, weights_Tk, out, down.row, down.expert, TOP_K=top_k,
+        **e2m1_constants(down_plan, hidden, width, has_bias=down.has_bias), **overlap(x_TE.device),
     )  # fmt: skip
 
 

@@ -43,12 +43,12 @@ def e2m1_tile(words, exponents, DTYPE: tl.constexpr, TILE_N: tl.constexpr, TILE_
     as those of 4 bits (kernels/products/quantised_weight.py packs them): word 4 b + t has inputs
     32 b + 16 s + 8 h + 2 t + p, number 4 p + 2 s + h of its eight. `exponents`: uint8 [TILE_N, TILE_K / 32]."""
     shared = tl.broadcast_to(exponents.to(tl.int32)[:, :, None], (TILE_N, TILE_K // 32, 4))
-    a, b, c, d, e, f, g, h = _eight_e2m1(words, shared.reshape(TILE_N, TILE_K // 8), DTYPE)
+    a, b, c, d, e, f, g, h = eight_e2m1(words, shared.reshape(TILE_N, TILE_K // 8), DTYPE)
     return in_order(a, b, c, d, e, f, g, h, TILE_N, TILE_K)
 
 
 @triton.jit
-def _eight_e2m1(words, exponents, DTYPE: tl.constexpr):
+def eight_e2m1(words, exponents, DTYPE: tl.constexpr):
     """int32 [...] of eight e2m1, and the exponent (by 127 too large, at most 128) of each word's -> eight [...] in
     DTYPE, number 4 p + j in bits 16 p + 4 j. In bf16 the three bits after the sign, as the last of an exponent and the
     first of a mantissa, are the number times 2^-126, subnormal ones included: one product with a power of two makes

@@ -25,7 +25,7 @@ from tandem.engine.models.choice import load_chosen, load_config
 from tandem.engine.models.hf import experts
 from tandem.engine.models.hf.config import HFConfig
 from tandem.engine.models.hf.model import HFModel
-from tandem.engine.models.hf.routes import Routes
+from tandem.engine.models.hf.trials.routes import Routes
 from tandem.engine.models.identity import model_identity
 from tiny_models import tiny_model
 

@@ -16,10 +16,11 @@ from waiting import PATIENCE_S
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.models.choice import check_shares, load_chosen, load_config
-from tandem.engine.models.hf import loader, trial
+from tandem.engine.models.hf import loader
 from tandem.engine.models.hf.config import HFConfig
 from tandem.engine.models.hf.model import HFModel
-from tandem.engine.models.hf.routes import Routes
+from tandem.engine.models.hf.trials import trial
+from tandem.engine.models.hf.trials.routes import Routes
 from tandem.engine.parallel.sharding import Shard
 
 CPU = torch.device("cpu")

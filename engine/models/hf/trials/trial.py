@@ -14,11 +14,11 @@ from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.media.encoder import EncodeError
 from tandem.engine.media.slots import MediaSlots
 from tandem.engine.models.hf.attention import NAME
-from tandem.engine.models.hf.encoder_trial import encoded_states
 from tandem.engine.models.hf.layers import make_layers, sinks_of
 from tandem.engine.models.hf.model import HFModel
-from tandem.engine.models.hf.routes import Routes
 from tandem.engine.models.hf.towers import TowerEncoder
+from tandem.engine.models.hf.trials.encoder_trial import encoded_states
+from tandem.engine.models.hf.trials.routes import Routes
 from tandem.engine.running.step_inputs import ForwardInputs
 from tandem.engine.scheduling.step import NewSlot, ScheduledRow
 from tandem.kernels.api.attention import bind_kv_cache, metadata_backend
@@ -45,8 +45,8 @@ class _Prompt:
 @torch.inference_mode()
 def check_against_own_attention(model: HFModel, device: torch.device, dtype: torch.dtype) -> None:
     """Computes two sequences in one row, in two steps over scattered blocks, and each one alone by transformers' eager
-    attention, by the same experts. The first has an item in it, if the model takes any. Raises CheckpointError when they
-    differ: then the model does something that we don't know of."""
+    attention, by the same experts. The first has an item in it, if the model takes any. Raises CheckpointError when
+    they differ: then the model does something that we don't know of."""
     generator = torch.Generator().manual_seed(7)
     embedding: Any = model.decoder.get_input_embeddings()
     most = min(model.vocab_size, int(embedding.num_embeddings))

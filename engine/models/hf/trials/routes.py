@@ -1,7 +1,7 @@
 """Which experts each token of a trial goes to: noted in one pass over a model, and repeated in others.
 
-Where two experts' scores are close, a rounding decides between them. In 16 bits most tokens of a deep mixture go to some
-other expert in two passes that add in another order, and what they come to says little of anything else.
+Where two experts' scores are close, a rounding decides between them. In 16 bits most tokens of a deep mixture go to
+some other expert in two passes that add in another order, and what they come to says little of anything else.
 
 T tokens, k experts of each.
 """

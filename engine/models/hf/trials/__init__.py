@@ -1,0 +1,1 @@
+"""The trial that a model of transformers stands before it serves."""
