@@ -17,12 +17,14 @@ from product_steps import measure_limits, random_matrix, replay_ms
 from tandem.kernels.experts.mixture import Stack, run_plan
 from tandem.kernels.experts.plans import (
     TILES_M,
+    E2m1Plan,
     FewPlan,
     GroupedPlan,
     MixturePlan,
     MixtureSizes,
     Routing,
     choose_plan,
+    e2m1_plan,
     few_plan,
     grouped_plan,
 )
@@ -75,10 +77,12 @@ FP8_ONE_ROW = (
     ((4, 2048, 4), (8, 2048, 4), (8, 1024, 4), (16, 1024, 4), (4, 2048, 2), (8, 2048, 8)),
     ((8, 256, 4), (16, 256, 4), (32, 256, 4), (16, 256, 2), (8, 256, 2), (4, 256, 1)),
 )
-# Of e2m1, for inputs that 64 divides and 128 doesn't.
+# The same of e2m1: outputs, words, warps.
+E2M1_ONE_ROW = ((8, 128, 4), (4, 128, 4), (16, 128, 4), (4, 128, 2), (8, 128, 2), (2, 128, 2), (8, 64, 4), (4, 512, 4))
+# Of e2m1 by the tensor cores, for inputs that 64 divides and 128 doesn't.
 E2M1_FEW_ROWS = (
-    ((64, 64, 4, 4), (64, 64, 6, 4), (32, 64, 6, 4), (64, 64, 4, 8), (64, 64, 4, 2)),
-    ((64, 64, 4, 4), (64, 64, 6, 4), (64, 64, 8, 4), (32, 64, 6, 4)),
+    ((64, 256, 3, 4), (64, 256, 2, 4), (32, 256, 3, 4), (64, 64, 6, 4), (32, 64, 6, 4)),
+    ((64, 256, 3, 4), (64, 256, 2, 4), (32, 256, 3, 4), (64, 64, 6, 4), (32, 64, 6, 4)),
 )
 E2M1_MANY_ROWS = (
     ((64, 64, 3, 4), (64, 64, 4, 8), (64, 64, 4, 4), (32, 64, 4, 4)),
@@ -86,8 +90,10 @@ E2M1_MANY_ROWS = (
 )
 
 
-def candidates(base: MixturePlan, sizes: MixtureSizes) -> list[list[FewPlan | GroupedPlan]]:
+def candidates(base: MixturePlan, sizes: MixtureSizes) -> list[list[FewPlan | E2m1Plan | GroupedPlan]]:
     """Plans worth trying, of both products."""
+    if isinstance(base.gate_up, E2m1Plan):
+        return [[E2m1Plan(*each) for each in E2M1_ONE_ROW]] * 2
     if isinstance(base.gate_up, FewPlan):
         inputs = (sizes.hidden, sizes.width)
         tried = FP8_ONE_ROW if sizes.bits else ONE_ROW
@@ -101,7 +107,9 @@ def candidates(base: MixturePlan, sizes: MixtureSizes) -> list[list[FewPlan | Gr
             each for each in some
             if each[2] * each[1] * (sizes.weight_bytes * matrices * each[0] + row_bytes) <= SHARED
         ]  # fmt: skip
-        found.append([GroupedPlan(n, tile_m, tk, stages, warps) for n, tk, stages, warps in fits if k % tk == 0])
+        found.append(
+            [GroupedPlan(n, tile_m, tk, stages, warps) for n, tk, stages, warps in fits if sizes.is_e2m1 or k % tk == 0]
+        )
     return found
 
 
@@ -110,7 +118,7 @@ def bases(num_tokens: int, sizes: MixtureSizes) -> list[MixturePlan]:
     shipped = choose_plan(num_tokens, sizes)
     mean = num_tokens * sizes.top_k / sizes.num_experts
     tiles = [tile for tile in TILES_M if mean / 2 <= tile <= max(16, 8 * mean)] or [TILES_M[-1]]
-    others = [few_plan(sizes)] if num_tokens <= 16 else []
+    others = [few_plan(sizes), e2m1_plan(sizes)] if num_tokens <= 16 else []
     if sizes.bits != 8:
         others += [grouped_plan(tile, sizes) for tile in tiles[: 1 if sizes.bits else 3]]
     elif num_tokens > 1:

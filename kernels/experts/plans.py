@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 NOT_HERE = -1  # an id: another rank has the expert
 MOST_FEW_TOKENS = 4  # that take the way without tensor cores; a guess
+MOST_E2M1_TOKENS = 2  # the same over e2m1: docs/measurements.md#experts-of-8-and-4-bits
 SPARE = 1.5  # tiles have room for so many times the rows that an expert has on average; a guess
 LANE_INPUTS = 32  # of a word's eight numbers of 4 bits, and those of its neighbours
 # Inputs of a tile of e2m1 for few rows, from so many such tiles a row on: steps wait for each other, and those of 64
@@ -134,10 +135,10 @@ def inputs_of_a_scale(group: int, bits: int, num_inputs: int) -> int:
 def choose_plan(num_tokens: int, sizes: MixtureSizes, num_experts: int | None = None) -> MixturePlan | None:
     """The plan for so many tokens; None: the kernels serve no such sizes. `num_experts`: how many the model has, where
     some are elsewhere."""
-    if num_tokens <= MOST_FEW_TOKENS:
-        plan = few_plan(sizes) or e2m1_plan(sizes)
-        if plan is not None:
-            return plan
+    few = few_plan(sizes) if num_tokens <= MOST_FEW_TOKENS else None
+    few = few or (e2m1_plan(sizes) if num_tokens <= MOST_E2M1_TOKENS else None)
+    if few is not None:
+        return few
     mean = num_tokens * sizes.top_k / (num_experts or sizes.num_experts)
     return grouped_plan(next((tile for tile in TILES_M if tile >= SPARE * mean), TILES_M[-1]), sizes)
 

@@ -174,6 +174,21 @@ def _rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -
     return x_THD * cos_T1D + torch.cat((-second, first), dim=-1) * sin_T1D
 
 
+def rotate_halves(
+    query_THD: torch.Tensor, key_TKD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """New query and key, heads rotated by halves (NeoX). C = D, of each half its own angles, or D / 2. Heads are
+    contiguous."""
+    if is_fused(query_THD):
+        from tandem.kernels.triton_kernels.products.rotation import rotate_halves_triton
+
+        return rotate_halves_triton(query_THD, key_TKD, cos_TC, sin_TC)
+    if cos_TC.shape[1] < query_THD.shape[2]:
+        cos_TC, sin_TC = (torch.cat((part, part), dim=-1) for part in (cos_TC, sin_TC))
+    cos, sin = cos_TC[:, None], sin_TC[:, None]
+    return _rotate(query_THD, cos, sin).to(query_THD.dtype), _rotate(key_TKD, cos, sin).to(key_TKD.dtype)
+
+
 # --- greedy sampling --------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tandem.kernels.blocks import digest
 from tandem.kernels.blocks.move_blocks import BlockPlaces, move_blocks
@@ -14,7 +15,7 @@ from tandem.kernels.sampling.decode_buffers import DecodeInputs
 from tandem.kernels.sampling.decode_inputs import gather_decode_inputs, store_tokens
 from tandem.kernels.triton_kernels.decode.decode_inputs import gather_decode_inputs_triton, store_tokens_triton
 from tandem.kernels.triton_kernels.products.fused import rms_norm_triton, silu_mul_triton
-from tandem.kernels.triton_kernels.products.rotation import rope_and_store_triton
+from tandem.kernels.triton_kernels.products.rotation import rope_and_store_triton, rotate_halves_triton
 from tandem.kernels.triton_kernels.sampling.argmax import argmax_triton
 
 EPS = 1e-5
@@ -45,6 +46,18 @@ def test_silu_mul(size: int) -> None:
     grouped = gate_up.view(3, 2, -1, group).transpose(1, 2).reshape(3, -1)
     torch.testing.assert_close(silu_mul_triton(grouped, group), expected)
     torch.testing.assert_close(fused_ops.silu_mul(grouped, group), expected)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (33, 1, 20)])
+def test_halves_are_rotated_as_transformers_does(heads: int, kv_heads: int, size: int, wide: bool) -> None:
+    query, key = torch.randn(heads, 5, size).transpose(0, 1), torch.randn(5, kv_heads, size)
+    cos, sin = (torch.randn(5, size if wide else size // 2) for _ in range(2))
+    made = rotate_halves_triton(query, key, cos, sin)
+    whole = (cos, sin) if wide else (torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
+    for ours, own in zip(made, apply_rotary_pos_emb(query, key, *whole, unsqueeze_dim=1), strict=True):
+        assert ours.is_contiguous()
+        torch.testing.assert_close(ours, own)
 
 
 @pytest.mark.parametrize("with_norms", [False, True])

@@ -54,6 +54,11 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {"gate_up": "*bf16", "out": "*bf16"},
         {"SIZE": 14336, "BLOCK": 2048, "GROUP": 8},
     ),
+    "rotate_halves": (
+        rotation.rotate_halves_kernel,
+        dict.fromkeys(("query", "key", "query_out", "key_out", "cos", "sin"), "*bf16"),
+        {"NUM_HEADS": 64, "NUM_KV_HEADS": 8, "HALF": 32, "HALF_PAD": 32, "WIDE": False, "HEADS": 16},
+    ),
     "rope": (
         rotation.rope_and_store_kernel,
         {**ROPE_TYPES, "key_cache": "*bf16", "value_cache": "*bf16"},

@@ -39,6 +39,8 @@ SET_FROM_OUTSIDE = {
     "engine/models/hf/trials/encoder_trial.py": ("transformers", {"_attn_implementation"}),
     "engine/models/hf/loader.py": ("transformers", {"tandem_stacks"}),
     "engine/models/hf/low_rank.py": ("transformers", {"forward"}),
+    "engine/models/hf/norms.py": ("transformers", {"forward"}),
+    "engine/models/hf/rotations.py": ("transformers", {"forward", "__kwdefaults__"}),
     "engine/models/hf/parallel.py": (
         "transformers",
         {

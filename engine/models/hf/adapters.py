@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tandem.engine.models.hf import experts
 from tandem.engine.models.hf.attention import NAME, QueryScale, paged_attention
-from tandem.engine.models.hf.routers import GroupedRouter, is_known
+from tandem.engine.models.hf.routers import own_router
 
 # Rope scalings that depend on the longest sequence of a batch: a request's tokens would depend on its neighbours.
 ROPE_BY_LENGTH = ("dynamic", "longrope")
@@ -136,8 +136,8 @@ def adapt(causal: PreTrainedModel) -> bool:
         if type(module).__name__ == "Llama4TextAttention" and module.attn_temperature_tuning and not module.use_rope:
             module.attn_temperature_tuning = _UnlessOurs(module.config)
             module.tandem_query_scale = QueryScale(module.floor_scale, module.attn_scale)
-        if is_known(module):
-            module.forward = GroupedRouter(module)
+        if (router := own_router(module)) is not None:
+            module.forward = router
         if type(module).__name__ == "BloomAttention":
             module.forward = _BloomAttention(module, causal.config, _bloom_slopes(causal))
             calls_us = True

@@ -19,7 +19,9 @@ from tandem.engine.models.hf.attention import NAME
 from tandem.engine.models.hf.config import HFConfig, read_config
 from tandem.engine.models.hf.layers import class_of
 from tandem.engine.models.hf.model import HFModel
+from tandem.engine.models.hf.norms import fuse_norms
 from tandem.engine.models.hf.parallel import share_experts_out, share_out
+from tandem.engine.models.hf.rotations import fuse_rotations
 from tandem.engine.models.hf.towers import text_attention
 from tandem.engine.models.hf.trials.trial import check_against_own_attention
 from tandem.engine.models.packed_experts import are_packed, made_up_experts, names_of, read_experts, read_tensor
@@ -61,6 +63,10 @@ def load_hf_model(
     if expert_group is not None:
         share_experts_out(causal, expert_group)
     causal.to(device)  # type: ignore[arg-type]  # in place; its annotation is a decorator's
+    if device.type == "cuda":
+        with torch.inference_mode():
+            fuse_norms(causal, device, dtype)
+        fuse_rotations(causal)
     model = HFModel(causal.eval(), config, attention_backend, group, expert_group)
     check_against_own_attention(model, device, dtype)
     if on_loaded is not None:

@@ -1,4 +1,4 @@
-"""The routers of GLM's mixtures, whose choice among groups of experts is one launch of ours on a GPU.
+"""Routers of mixtures whose choice of experts is one launch of ours on a GPU: GLM's among groups, GPT-OSS's.
 
 T tokens, X experts, k of them a token.
 """
@@ -12,13 +12,6 @@ from torch.nn import functional
 
 from tandem.kernels.experts.plans import Routing
 from tandem.kernels.experts.routing import route
-
-KNOWN = "Glm4MoeTopkRouter"
-
-
-def is_known(module: Any) -> bool:
-    """Whether it is of the class whose choice `GroupedRouter` makes."""
-    return type(module).__name__ == KNOWN
 
 
 class GroupedRouter:
@@ -42,3 +35,30 @@ class GroupedRouter:
         logits_TX = functional.linear(hidden_states.view(-1, module.hidden_dim).float(), module.weight.float())
         ids_Tk, weights_Tk = route(logits_TX, self._routing, module.e_score_correction_bias)
         return logits_TX, weights_Tk, ids_Tk
+
+
+class SoftmaxRouter:
+    """The same of GPT-OSS: scores with a bias, of which the best ones' softmax are weights."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._routing = module, Routing(module.top_k)
+
+    def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns what `GroupedRouter` does, logits in hidden states' type."""
+        module = self._module
+        logits_TX = functional.linear(hidden_states, module.weight, module.bias)
+        ids_Tk, weights_Tk = route(logits_TX, self._routing)
+        return logits_TX, weights_Tk, ids_Tk
+
+
+# transformers' class -> what computes the same.
+KNOWN: dict[str, type[GroupedRouter] | type[SoftmaxRouter]] = {
+    "Glm4MoeTopkRouter": GroupedRouter,
+    "GptOssTopKRouter": SoftmaxRouter,
+}
+
+
+def own_router(module: Any) -> GroupedRouter | SoftmaxRouter | None:
+    """What takes the place of a router's forward; None: it is no router that is known."""
+    made = KNOWN.get(type(module).__name__)
+    return None if made is None else made(module)

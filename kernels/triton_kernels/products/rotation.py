@@ -223,3 +223,73 @@ def rope_and_store_triton(
 
 def _padded(count: int) -> int:
     return next_power_of_2(max(count, 1))
+
+
+@triton.jit(do_not_specialize=["q_head", "q_token", "k_head", "k_token", "cos_token", "sin_token"])
+def rotate_halves_kernel(
+    query,  # [T, NUM_HEADS, 2 * HALF], strides (q_token, q_head, 1)
+    key,  # [T, NUM_KV_HEADS, 2 * HALF], strides (k_token, k_head, 1)
+    query_out,  # as query, contiguous
+    key_out,  # as key, contiguous
+    cos,  # [T, HALF] or, WIDE, [T, 2 * HALF]: of each half its own; strides (cos_token, 1)
+    sin,  # as cos, strides (sin_token, 1)
+    q_head,
+    q_token,
+    k_head,
+    k_token,
+    cos_token,
+    sin_token,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    WIDE: tl.constexpr,
+    HEADS: tl.constexpr,  # of a program
+    PDL: tl.constexpr,
+):
+    """Grid (T, ceil(NUM_HEADS / HEADS) + ceil(NUM_KV_HEADS / HEADS)). Rotated in fp32, rounded once."""
+    begin(PDL)
+    token, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, HALF_PAD)
+    within = columns < HALF
+    of_query = (NUM_HEADS + HEADS - 1) // HEADS
+    is_query = place < of_query
+    head, count = tl.where(is_query, place, place - of_query) * HEADS, tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
+    if is_query:
+        source, target, stride = query + token * q_token, query_out, q_head
+    else:
+        source, target, stride = key + token * k_token, key_out, k_head
+    heads = head + tl.arange(0, HEADS)
+    mask = (heads < count)[:, None] & within[None, :]
+    at = source + heads[:, None] * stride + columns[None, :]
+    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    cosines, sines = cos + token * cos_token + columns, sin + token * sin_token + columns
+    cos_a, sin_a = tl.load(cosines, mask=within).to(tl.float32), tl.load(sines, mask=within).to(tl.float32)
+    if WIDE:
+        cos_b = tl.load(cosines + HALF, mask=within).to(tl.float32)
+        sin_b = tl.load(sines + HALF, mask=within).to(tl.float32)
+    else:
+        cos_b, sin_b = cos_a, sin_a
+    into = target + (token * count + heads[:, None]) * (2 * HALF) + columns[None, :]
+    dtype: tl.constexpr = query_out.dtype.element_ty
+    tl.store(into, (first * cos_a[None, :] - second * sin_a[None, :]).to(dtype), mask=mask)
+    tl.store(into + HALF, (second * cos_b[None, :] + first * sin_b[None, :]).to(dtype), mask=mask)
+
+
+def rotate_halves_triton(
+    query_THD: torch.Tensor, key_TKD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The Triton twin of `rotate_halves`."""
+    num_tokens, num_heads, size = query_THD.shape
+    num_kv_heads, half = key_TKD.shape[1], size // 2
+    query, key = (torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (query_THD, key_TKD))
+    heads = min(16, next_power_of_2(num_heads))
+    if num_tokens:
+        rotate_halves_kernel[(num_tokens, cdiv(num_heads, heads) + cdiv(num_kv_heads, heads))](
+            query_THD, key_TKD, query, key, cos_TC, sin_TC, query_THD.stride(1), query_THD.stride(0),
+            key_TKD.stride(1), key_TKD.stride(0), cos_TC.stride(0), sin_TC.stride(0), NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads, HALF=half, HALF_PAD=next_power_of_2(half), WIDE=cos_TC.shape[1] == size,
+            HEADS=heads, num_warps=4, **overlap(query_THD.device),
+        )  # fmt: skip
+    return query, key
