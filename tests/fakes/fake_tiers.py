@@ -18,6 +18,7 @@ from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Load, Save, Spill, Ti
 from tandem.kv_connector.tiers.manager import TierManager
 
 Cells = dict[int, Prefix]
+TURN_S = 0.01
 
 
 @dataclass
@@ -52,6 +53,7 @@ class FakeTiers:
         self, pool: BlockPool, runner: FakeRunner, host_blocks: int, disk_blocks: int, lag: int = 0, bad_every: int = 0
     ) -> None:
         disk = TierIndex(disk_blocks) if disk_blocks else None
+        self._turn = self._num_begun = 0
         self.host_index, self.disk_index = TierIndex(host_blocks), disk
         self.manager = TierManager(
             pool,
@@ -61,6 +63,7 @@ class FakeTiers:
             lambda load: FakeStepLoad(self, load),
             Rate(),
             batch_blocks=2,
+            clock=lambda: TURN_S * self._turn,
         )
         self.host: list[list[Cells]] = [[] for _ in range(host_blocks)]  # a block, then its window blocks
         self.disk: list[list[Cells]] = [[] for _ in range(disk_blocks)]
@@ -68,7 +71,6 @@ class FakeTiers:
         self._pool, self._runner = pool, runner
         self._lag, self._bad_every = lag, bad_every
         self._copies: deque[_Copy] = deque()
-        self._turn = self._num_begun = 0
         runner.on_launch = self.step_launched
 
     @property

@@ -47,10 +47,14 @@ from tandem.kv_connector.protocol.jobs import (
     Verify,
 )
 from tandem.kv_connector.protocol.peer_effects import Fenced, FenceSource
+from tandem.kv_connector.tiers.index import TierIndex
+from tandem.kv_connector.tiers.jobs import JobDone, Load, Save
+from tandem.kv_connector.tiers.manager import TierManager
 from tandem.node.control.events import PeerLost, PeerUp, Received
 from tandem.node.handoffs import Handoffs
 from tandem.node.requests import RequestBook
 from tandem.node.serving import ServingNode
+from tandem.node.tiers import take_copied
 
 BLOCK, CHUNK = 4, 8
 LAYOUT = KVLayout((KVGroup(1, 1, 1, "float32"),), BLOCK)
@@ -76,7 +80,7 @@ class Landing:
 class ShareNode:
     """One node, and its device."""
 
-    def __init__(self, name: str, num_blocks: int, clock: StepClock, has_deadlines: bool) -> None:
+    def __init__(self, name: str, num_blocks: int, clock: StepClock, has_deadlines: bool, num_host: int) -> None:
         scheduling = SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=64, max_prefill_chunk=CHUNK)
         options = NodeOptions("unified", ModelOptions("m"), CacheOptions(BLOCK, BLOCK), scheduling, timeouts=TIMES)
         self.info = NodeInfo(
@@ -84,7 +88,12 @@ class ShareNode:
         )
         self.pool = BlockPool(num_blocks, enable_caching=True)
         keys = ClusterKeys(b"k" * 16, False)
-        self.handoffs = Handoffs(self.info, keys, self.pool, options, NoTiers(), Rate())
+        self.tiers = None
+        if num_host:
+            self.tiers = TierManager(self.pool, BLOCK, TierIndex(num_host), None, None, Rate(), 2, clock=clock.now)
+        self.host = [GARBAGE] * num_host
+        self.copies: deque[Save | Load] = deque()
+        self.handoffs = Handoffs(self.info, keys, self.pool, options, self.tiers or NoTiers(), Rate())
         state = SchedulerState(
             scheduling, self.pool, block_size=BLOCK, max_model_len=200, eos_token_ids=[],
             root_for_salt=lambda salt: root_hash(b"model", salt), connector=self.handoffs.source.prompts,
@@ -103,12 +112,36 @@ class ShareNode:
     def ref(self) -> PeerRef:
         return PeerRef(self.info.node_id, self.info.epoch, "")
 
+    def look_at_tiers(self) -> None:
+        """What the shell does after a turn."""
+        if self.tiers is not None:
+            self.tiers.on_turn(self.pool.drain_events(), is_idle=False)
+            self.copies += self.tiers.drain_jobs()
+
+    def copy(self) -> None:
+        """The next job of the tiers' threads."""
+        job = self.copies.popleft()
+        for slot, block_id in zip(job.host_slots, job.block_ids, strict=True):
+            if isinstance(job, Save):
+                self.host[slot] = self.content[block_id]
+            else:
+                self.content[block_id] = self.host[slot]
+        assert self.tiers is not None
+        take_copied(self.tiers, self.logic, JobDone(job, 0.001))
+
+    def has(self, block_hash: bytes) -> bool:
+        """Whether it has the block, in its pool or below."""
+        return self.pool.find(block_hash) is not None or (self.tiers is not None and self.tiers.is_on_host(block_hash))
+
     def check(self) -> None:
         self.logic.check_integrity()
         for block_id, content in enumerate(self.content):
             found = self.pool.block_hash(block_id)
             if found is not None and self.pool.is_published(found):
                 assert content in (found, UNNAMED), f"{self.info.node_id}: block {block_id} holds another's bytes"
+        index = None if self.tiers is None else self.tiers._host
+        for found in () if index is None else index.unpinned_hashes():
+            assert self.host[index.slot(found)] in (found, UNNAMED), f"{self.info.node_id}: {found!r} is another's"
 
     def compute(self, row: ScheduledRow, request: Request, block_ids: Sequence[int]) -> bool:
         """Writes a row's full blocks. Returns whether those before it hold what they should."""
@@ -125,16 +158,18 @@ class ShareNode:
 class ShareWorld:
     """`post` is what has been sent and not arrived; nothing happens by itself. `told`: what the router heard."""
 
-    def __init__(self, *num_blocks: int, has_deadlines: bool = False) -> None:
+    def __init__(self, *num_blocks: int, has_deadlines: bool = False, num_host: int = 0) -> None:
+        """`num_host`: blocks that each node's host memory has room for."""
         self.now = 1.0
         clocks = [StepClock(lambda: self.now) for _ in num_blocks]
         each_has = zip("abc", num_blocks, clocks, strict=False)
-        self.nodes = [ShareNode(*each, has_deadlines) for each in each_has]
+        self.nodes = [ShareNode(*each, has_deadlines, num_host) for each in each_has]
         self.post: deque[tuple[ShareNode, ShareNode, Any]] = deque()
         self.told: list[Tokens | RequestFailed] = []
         self._num_told: Counter[tuple[str, int, int]] = Counter()  # tokens
         self.corrupts = False  # the next push
         self.is_checked = True  # after whatever happens
+        self.copies_stand = False  # no copy to or from host memory comes to its end
         for one in self.nodes:
             for other in self.nodes:
                 if one is not other:
@@ -142,8 +177,11 @@ class ShareWorld:
 
     # --- what may happen ------------------------------------------------------------------------------------
 
-    def submit(self, name: str, num_tokens: int, on: int, helpers: Sequence[int] = (), max_tokens: int = 2) -> None:
-        tokens = np.arange(num_tokens, dtype="<i4") % 90 + 3
+    def submit(
+        self, name: str, num_tokens: int, on: int, helpers: Sequence[int] = (), max_tokens: int = 2, first: int = 0
+    ) -> None:
+        """Prompts of another `first` token are others from the beginning."""
+        tokens = np.arange(first, first + num_tokens, dtype="<i4") % 90 + 3
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         refs = tuple(self.nodes[index].ref for index in helpers)
         submit = Submit(
@@ -162,6 +200,7 @@ class ShareWorld:
         found = [("deliver", self.post[0][1])] if self.post else []
         for node in self.nodes:
             found += [("transfer", node)] if node.jobs else []
+            found += [("copy", node)] if node.copies and not self.copies_stand else []
             found += [("finish", node)] if node.steps and self._may_finish(node) else []
         return found or [("launch", node) for node in self.nodes]
 
@@ -174,6 +213,9 @@ class ShareWorld:
             self._finish(node)
         elif kind == "transfer":
             self._transfer(node)
+        elif kind == "copy":
+            node.copy()
+            self._settle()
         else:
             self.deliver()
         return True
@@ -342,6 +384,7 @@ class ShareWorld:
             while effects := node.handoffs.drain_effects():
                 for effect in effects:
                     self._carry_out(node, effect)
+            node.look_at_tiers()
             node.logic.drain_connects()
             for to, message in node.logic.drain_outbox():
                 if to == ROUTER:

@@ -23,7 +23,7 @@ from tandem.engine.models.hf.encoder import HFEncoder
 from tandem.engine.models.hf.layers import build_empty, decoder_of, make_cross_layers, make_layers, sinks_of
 from tandem.engine.models.hf.low_rank import add_adapters, sites_of
 from tandem.engine.models.hf.parallel import own_needs
-from tandem.engine.models.hf.towers import TOWERS, TowerEncoder
+from tandem.engine.models.hf.towers import TOWERS, TowerEncoder, forget_positions
 from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.engine.parallel.group import TensorParallel
 from tandem.kernels.products.adapter_rows import AdapterStack
@@ -178,6 +178,4 @@ class HFModel(nn.Module):
             yield self.head
         finally:
             self.head.set_submodule(self._decoder_name, self._stub)
-            for module in self.head.modules():
-                if "rope_deltas" in vars(module):  # of what it ran whole: the head would make positions of them
-                    vars(module).update(rope_deltas=None)
+            forget_positions(self.head)

@@ -79,6 +79,14 @@ def text_attention(config: PreTrainedConfig, name: str) -> str | dict[str, str |
     return {**own, **{key: name for key in config.sub_configs if key not in own}, "": name}
 
 
+def forget_positions(causal: nn.Module) -> None:
+    """Drops what a model's own class keeps of the items of its last pass: its head would make positions of it, which
+    asks the host, and a graph can't."""
+    for module in causal.modules():
+        if "rope_deltas" in vars(module):
+            vars(module).update(rope_deltas=None)
+
+
 class TowerEncoder:
     """Runs the model's own class, whose language model has been replaced by one that returns the embeddings that it is
     given: so whatever stands between tower and language model is the model's own code. `causal`: that class with its
@@ -101,6 +109,8 @@ class TowerEncoder:
             raise
         except Exception as error:  # whatever a tower does to arguments that its processor wouldn't make
             raise EncodeError(f"the {item.kind} can't be encoded: {type(error).__name__}: {error}") from error
+        finally:
+            forget_positions(self._causal)
 
     def positions(self, item: MediaItem) -> np.ndarray:
         """Positions of the span's tokens, int64 [3, length]. Raises EncodeError."""

@@ -225,6 +225,23 @@ def _padded(count: int) -> int:
     return next_power_of_2(max(count, 1))
 
 
+@triton.jit
+def _rotate_halves(
+    source, target, stride, head, cos_a, sin_a, cos_b, sin_b, COUNT: tl.constexpr, HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Some of a token's COUNT heads, from `source` on, into `target`, where they are contiguous."""
+    columns, heads = tl.arange(0, HALF_PAD), head + tl.arange(0, HEADS)
+    mask = (heads < COUNT)[:, None] & (columns < HALF)[None, :]
+    at = source + heads[:, None] * stride + columns[None, :]
+    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    into = target + heads[:, None] * (2 * HALF) + columns[None, :]
+    dtype: tl.constexpr = target.dtype.element_ty
+    tl.store(into, (first * cos_a[None, :] - second * sin_a[None, :]).to(dtype), mask=mask)
+    tl.store(into + HALF, (second * cos_b[None, :] + first * sin_b[None, :]).to(dtype), mask=mask)
+
+
 @triton.jit(do_not_specialize=["q_head", "q_token", "k_head", "k_token", "cos_token", "sin_token"])
 def rotate_halves_kernel(
     query,  # [T, NUM_HEADS, 2 * HALF], strides (q_token, q_head, 1)
@@ -252,29 +269,25 @@ def rotate_halves_kernel(
     token, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, HALF_PAD)
     within = columns < HALF
-    of_query = (NUM_HEADS + HEADS - 1) // HEADS
-    is_query = place < of_query
-    head, count = tl.where(is_query, place, place - of_query) * HEADS, tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
-    if is_query:
-        source, target, stride = query + token * q_token, query_out, q_head
-    else:
-        source, target, stride = key + token * k_token, key_out, k_head
-    heads = head + tl.arange(0, HEADS)
-    mask = (heads < count)[:, None] & within[None, :]
-    at = source + heads[:, None] * stride + columns[None, :]
-    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
     cosines, sines = cos + token * cos_token + columns, sin + token * sin_token + columns
-    cos_a, sin_a = tl.load(cosines, mask=within).to(tl.float32), tl.load(sines, mask=within).to(tl.float32)
+    cos_a = tl.load(cosines, mask=within, other=0.0).to(tl.float32)
+    sin_a = tl.load(sines, mask=within, other=0.0).to(tl.float32)
     if WIDE:
-        cos_b = tl.load(cosines + HALF, mask=within).to(tl.float32)
-        sin_b = tl.load(sines + HALF, mask=within).to(tl.float32)
+        cos_b = tl.load(cosines + HALF, mask=within, other=0.0).to(tl.float32)
+        sin_b = tl.load(sines + HALF, mask=within, other=0.0).to(tl.float32)
     else:
         cos_b, sin_b = cos_a, sin_a
-    into = target + (token * count + heads[:, None]) * (2 * HALF) + columns[None, :]
-    dtype: tl.constexpr = query_out.dtype.element_ty
-    tl.store(into, (first * cos_a[None, :] - second * sin_a[None, :]).to(dtype), mask=mask)
-    tl.store(into + HALF, (second * cos_b[None, :] + first * sin_b[None, :]).to(dtype), mask=mask)
+    of_query: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    if place < of_query:
+        _rotate_halves(
+            query + token * q_token, query_out + token * (NUM_HEADS * 2 * HALF), q_head, place * HEADS,
+            cos_a, sin_a, cos_b, sin_b, NUM_HEADS, HALF, HALF_PAD, HEADS,
+        )  # fmt: skip
+    else:
+        _rotate_halves(
+            key + token * k_token, key_out + token * (NUM_KV_HEADS * 2 * HALF), k_head, (place - of_query) * HEADS,
+            cos_a, sin_a, cos_b, sin_b, NUM_KV_HEADS, HALF, HALF_PAD, HEADS,
+        )  # fmt: skip
 
 
 def rotate_halves_triton(

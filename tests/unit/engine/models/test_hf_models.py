@@ -21,10 +21,12 @@ from tandem.engine.adapters.adapter_files import read_adapter
 from tandem.engine.adapters.layout import AdapterLayout
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import AdapterError, CheckpointError, ConfigError
+from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.models.choice import load_chosen, load_config
 from tandem.engine.models.hf import experts
 from tandem.engine.models.hf.config import HFConfig
 from tandem.engine.models.hf.model import HFModel
+from tandem.engine.models.hf.towers import TowerEncoder
 from tandem.engine.models.hf.trials.routes import Routes
 from tandem.engine.models.identity import model_identity
 from tiny_models import tiny_model
@@ -108,6 +110,21 @@ def test_tokens_that_go_to_other_experts_by_a_rounding_are_no_reason_to_refuse(m
     monkeypatch.setattr(Routes, "repeating", lambda self, places: nullcontext())
     with pytest.raises(CheckpointError, match="differ from those of its own attention"):
         model_of(folder, config_of(folder))
+
+
+def test_nothing_is_kept_of_the_items_of_a_pass() -> None:
+    """Of the trial's, or of one that was encoded: the head would make positions of it."""
+    folder = tiny_hf_model("qwen2_5_vl")
+    model = model_of(folder, config_of(folder))
+    assert isinstance(model.media_encoder, TowerEncoder)
+
+    def kept() -> list[object]:
+        return [vars(module)["rope_deltas"] for module in model.head.modules() if "rope_deltas" in vars(module)]
+
+    assert kept() == [None]
+    arrays = model.media_encoder.tower.example(model.head.config)
+    model.media_encoder.encode(MediaItem.of(0, arrays["input_ids"].shape[1], "image", arrays))
+    assert kept() == [None]
 
 
 def test_weights_must_be_those_of_the_config(copied: Callable[..., Path]) -> None:
