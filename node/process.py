@@ -84,7 +84,7 @@ from tandem.node.setup import (
     with_device_defaults,
     with_length_that_fits,
 )
-from tandem.node.tiers import make_tiers
+from tandem.node.tiers import make_tiers, take_copied
 
 # Requests leave no cycles behind, and a collection of everything stops all streams for up to 90 ms.
 GC_THRESHOLDS = (50_000, 20, 1_000)  # guesses
@@ -286,7 +286,7 @@ class NodeProcess:
             ReportMade: self.profiler.on_made,
         }
         if self.tiers is not None:
-            handlers[JobDone] = self.tiers.manager.on_done
+            handlers[JobDone] = partial(take_copied, self.tiers.manager, self.logic)
         parts = self.logic.handoffs, self.transports, self.transfer, self.worker
         self._effects = Effects(self.info, *parts, self._outgoing.send, self._inbox.put)
         return NodeLoop(

@@ -102,8 +102,7 @@ class ServingNode:
 
     def _abort(self, entry: AcceptedRequest, samples: tuple[int, ...] = ()) -> None:
         """Ends these samples (all when empty), in whichever engine they are."""
-        is_beside = entry.submit.is_precise and self.precise is not None
-        scheduler = self.precise if is_beside and self.precise is not None else self.scheduler
+        scheduler = self.precise if entry.submit.is_precise and self.precise is not None else self.scheduler
         scheduler.state.abort(entry.request.key, samples)
 
     def on_sink_outcome(self, outcome: SinkOutcome) -> None:
@@ -137,6 +136,7 @@ class ServingNode:
 
     def on_tick(self, now: float) -> None:
         self.handoffs.on_tick(now)
+        self.helper.on_tick(not self.draining)
         self._take_ends(now)
         self.departures.advance(now)
         for entry in self.book.expired(now):
@@ -260,7 +260,7 @@ class ServingNode:
 
     @property
     def is_empty(self) -> bool:
-        moves = not (self.handoffs.is_idle and self.departures.is_idle)
+        moves = not (self.handoffs.is_idle and self.departures.is_idle and self.helper.is_idle)
         works = any(each.state.has_work() for each in (self.scheduler, self.precise) if each is not None)
         return not (self.book.entries or moves or works)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import JobDone, Load, Save
 from tandem.kv_connector.tiers.manager import TierManager
 from tandem.node.pool import NodePool
+from tandem.node.serving import ServingNode
 from tandem.node.setup import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -98,6 +100,12 @@ def host_tier_bytes(options: NodeOptions, on_gpu: bool) -> int:
     return free_host_bytes(1 / 16, GPU_NODE_BYTES) if on_gpu else free_host_bytes(most=CPU_NODE_BYTES)
 
 
+def take_copied(manager: TierManager, logic: ServingNode, done: JobDone) -> None:
+    """Takes in what a thread has copied, and answers peers that wait for it: the next turn may be a step away."""
+    manager.on_done(done)
+    logic.helper.on_tick(not logic.draining)
+
+
 class NodeTiers:
     """A node's tiers, used by the step loop, but for `post`, which the threads call."""
 
@@ -122,7 +130,8 @@ class NodeTiers:
             disk_index = TierIndex(num_disk, lambda tenant: shares.quota(tenant, num_disk))
         batch = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // host.blocks.raw.shape[1]))
         block_size, step_load = host.pool.shape[4], None if has_ranks else host.step_load
-        self.manager = TierManager(pool, block_size, host_index, disk_index, step_load, compute_rate, batch, kept)
+        parts = pool, block_size, host_index, disk_index, step_load, compute_rate, batch, kept
+        self.manager = TierManager(*parts, clock=time.monotonic)
         if file is not None:
             self.manager.restore(file.restored())
 

@@ -268,13 +268,12 @@ class StepPlanner:
             admission.num_passed_by += 1
 
     def _start(self, plan: StepPlan, request: Request, hits: list[int]) -> bool:
-        """Starts a waiting request; False when it must wait for its connector, or for a load."""
+        """Starts a waiting request; False when it must wait for its connector, for a load, or until what it pushes out
+        is saved."""
         num_hit = len(hits) * self._state.block_size
         num_external = self._ask_connector(request, num_hit)
         num_loaded = self._ask_tiers(plan, request, hits, num_external)
-        if num_external is None or num_loaded is None:
-            return False
-        if not self._kv.start(request, hits, num_external + num_loaded):
+        if num_external is None or num_loaded is None or not self._kv.start(request, hits, num_external + num_loaded):
             return False
         self._leave_tiers(request, len(hits), num_loaded // self._state.block_size)
         if not request.was_started:
@@ -368,7 +367,9 @@ class StepPlanner:
             return 0
         is_alone = not plan.rows and not self._queues.running and len(self._queues.waiting) == 1
         hashes = self._kv.reusable_hashes(request)
-        return self._state.tiers.prepare(request, hashes, hits, is_alone and num_external is not None)
+        is_next = num_external is not None
+        num_taken = self._kv.num_blocks_for(request.num_tokens) - len(hits) if is_next and request.has_help else 0
+        return self._state.tiers.prepare(request, hashes, hits, is_alone and is_next, num_taken)
 
     def _leave_tiers(self, request: Request, num_hits: int, num_loaded: int) -> None:
         """Tells the tiers that a request has its blocks: those from them are there, or come with this step."""

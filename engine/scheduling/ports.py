@@ -111,10 +111,13 @@ class LowerTiers(Protocol):
     it holds for requests that have not started it gives back when it is asked (`BlockPool.reservations`): they compute
     what they don't find."""
 
-    def prepare(self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
+    def prepare(
+        self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool, num_taken: int = 0
+    ) -> int | None:
         """How many tokens after the hits are loaded under `taker`'s first step (0 unless `runs_alone`); None: something
-        is being loaded that it will find, ask again. Called whenever it could start: there are a slot and blocks for
-        all of it. `hashes` are what it may take from a cache, `hits` the blocks that the pool has of them."""
+        is being loaded that it will find, or what it pushes out is being saved, ask again. Called whenever it could
+        start: there are a slot and blocks for all of it. `hashes` are what it may take from a cache, `hits` the blocks
+        that the pool has of them. `num_taken`: so many others it then takes at once, if it takes many."""
 
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Hears that `request` starts with the next step, which loads these blocks. They are its own, and were
@@ -165,7 +168,9 @@ class NoShares:
 class NoTiers:
     """LowerTiers of a node that has none."""
 
-    def prepare(self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
+    def prepare(
+        self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool, num_taken: int = 0
+    ) -> int | None:
         return 0
 
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:

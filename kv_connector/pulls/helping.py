@@ -1,10 +1,13 @@
 """Takes shares of prompts that other nodes have. Pure.
 
 To the scheduler a share is a prompt that ends with this node's last chunk; its first token is nobody's. It gets all its
-blocks at once or is declined: the peer computes its prompt alone then.
+blocks at once or is declined: the peer computes its prompt alone then. What they push out of the pool is saved first
+(docs/tiers.md#way-is-made-first), so that an answer may take a moment, in which the peer computes its first chunk.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,26 +29,62 @@ from tandem.kv_connector.source.manager import SourceManager
 _UNTOLD = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)  # its first token does not end it
 
 
+@dataclass(eq=False, slots=True)
+class AskedShare:
+    """A peer's question that is not answered yet. Toward this node's tiers it is a taker."""
+
+    sender: NodeKey
+    pull: KVPull
+    work: SharedWork
+    num_blocks: int
+    deadline: float  # of the share
+
+
 class PromptHelper:
     """Answers peers that ask for help with a prompt."""
 
     def __init__(self, info: NodeInfo, source: SourceManager, shares: SharedPrompts, state: SchedulerState) -> None:
         self._info, self._source, self._shares, self._state = info, source, shares, state
         self._outbox: list[tuple[NodeKey, Message]] = []
+        self._asked: dict[AttemptKey, AskedShare] = {}
 
     def begin(self, sender: NodeKey, pull: KVPull, work: SharedWork, takes_work: bool, now: float) -> None:
         """Takes a peer's question; idempotent. `takes_work` False declines."""
-        if pull.source_epoch != self._info.epoch or self._source.knows(pull.key):
+        if pull.source_epoch != self._info.epoch or self._source.knows(pull.key) or pull.key in self._asked:
             return
-        problem = self._problem(sender, pull, work)
-        if not problem and (not takes_work or self._is_busy or not self._add(pull, work, now)):
-            problem = outcomes.BUSY
-        if problem:
+        if problem := self._problem(sender, pull, work):
             self._outbox.append((sender, refusal(pull, self._info.epoch, problem)))
+            return
+        num_blocks = len(work.token_ids) // 4 // self._state.block_size
+        asked = self._asked[pull.key] = AskedShare(sender, pull, work, num_blocks, now + pull.deadline_s)
+        self._answer(asked, takes_work)
+
+    def on_tick(self, takes_work: bool) -> None:
+        """Answers questions that can be answered by now."""
+        for asked in list(self._asked.values()):
+            self._answer(asked, takes_work)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no question waits for its answer."""
+        return not self._asked
 
     def drain_outbox(self) -> list[tuple[NodeKey, Message]]:
         outbox, self._outbox = self._outbox, []
         return outbox
+
+    def _answer(self, asked: AskedShare, takes_work: bool) -> None:
+        """Begins a share or declines it, once what its blocks push out is saved."""
+        is_lost = self._source.peers.get(asked.sender) is None
+        is_able = takes_work and not (is_lost or self._is_busy)
+        has_room = asked.num_blocks <= self._state.pool.num_grantable
+        tiers = self._state.tiers
+        if is_able and has_room and tiers.prepare(asked, (), (), False, asked.num_blocks) is None:
+            return
+        del self._asked[asked.pull.key]
+        if not (is_able and has_room and self._add(asked)) and not is_lost:
+            self._outbox.append((asked.sender, refusal(asked.pull, self._info.epoch, outcomes.BUSY)))
+        tiers.ended(asked)
 
     @property
     def _is_busy(self) -> bool:
@@ -81,8 +120,9 @@ class PromptHelper:
         in_vocabulary = token_ids.min() >= 0 and token_ids.max() < self._info.vocab_size
         return "" if in_vocabulary else outcomes.UNKNOWN
 
-    def _add(self, pull: KVPull, work: SharedWork, now: float) -> bool:
+    def _add(self, asked: AskedShare) -> bool:
         """Begins a share; False if there is no room for it now."""
+        pull, work = asked.pull, asked.work
         prompt = Prompt(
             key=AttemptKey(work.name, pull.attempt),
             token_ids=np.frombuffer(work.token_ids, "<i4").astype(np.int32),
@@ -95,8 +135,8 @@ class PromptHelper:
         )
         request = Request(prompt)
         request.help(len(work.nodes))
-        blocks = self._state.pool.allocate_grantable(request.num_prompt_tokens // self._state.block_size)
+        blocks = self._state.pool.allocate_grantable(asked.num_blocks)
         if blocks is None or not self._state.add_share(request, blocks):
             return False
-        self._shares.join(work, request, pull.attempt, now + pull.deadline_s)
+        self._shares.join(work, request, pull.attempt, asked.deadline)
         return True

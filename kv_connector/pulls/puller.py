@@ -69,7 +69,9 @@ class Puller:
         if self._pool.enable_caching and hint.peer.node_id != self.info.node_id:
             self._pulls[request] = Pull(request, hint)
 
-    def prepare(self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
+    def prepare(
+        self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool, num_taken: int = 0
+    ) -> int | None:
         """See LowerTiers. What this node has below is brought up first."""
         pull = self._pulls.get(taker)
         if pull is not None and pull.stage is PullStage.ASKED:
@@ -77,11 +79,13 @@ class Puller:
         if len(hits) < len(hashes) and hashes[len(hits)] in self._moving:
             return None  # another request's pull brings it
         if pull is None or pull.stage is not PullStage.WANTED:
-            return self._below.prepare(taker, hashes, hits, runs_alone)
+            return self._below.prepare(taker, hashes, hits, runs_alone, num_taken)
         if self._below.prepare(taker, hashes, hits, runs_alone=False) is None:
             return None
         self._ask(pull, hashes, hits)
-        return None if pull.stage in (PullStage.WANTED, PullStage.ASKED) else 0
+        if pull.stage in (PullStage.WANTED, PullStage.ASKED):
+            return None
+        return self._below.prepare(taker, hashes, hits, False, num_taken)
 
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         self._below.load_with_step(request, block_ids, hashes)

@@ -49,14 +49,16 @@ class TierManager:
         compute_rate: Rate,
         batch_blocks: int = 32,
         kept: KeptElsewhere | None = None,
+        *,
+        clock: Callable[[], float],
     ) -> None:
         """`make_step_load` makes a load that ConnectorWorker runs beside a step's layers; None: layers wait for
         nothing. `compute_rate` measures prompt tokens, as the step clock does. `batch_blocks` is how many blocks one
-        job copies; `kept` says what peers keep."""
+        job copies; `kept` says what peers keep; `clock` returns monotonic seconds."""
         self._pool, self._host, self._disk = pool, host, disk
         self._block_size = block_size
         self._events: list[BlockEvent] = []
-        self._write_back = WriteBack(pool, host, disk, self._events.append, batch_blocks, kept)
+        self._write_back = WriteBack(pool, host, disk, self._events.append, batch_blocks, kept, clock)
         self.promoter = Promoter(pool, host, disk, self._write_back)
         self.counters = TierCounters()
         self._make_step_load = make_step_load
@@ -71,8 +73,18 @@ class TierManager:
 
     # --- the planner's questions ----------------------------------------------------------------------------
 
-    def prepare(self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
+    def prepare(
+        self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool, num_taken: int = 0
+    ) -> int | None:
         """See LowerTiers."""
+        num_loaded = self._load(taker, hashes, hits, runs_alone)
+        if num_loaded is None or not num_taken:
+            return num_loaded
+        is_made = self._write_back.make_way(taker, self._pool.cost(num_taken), hashes, hits)
+        return num_loaded if is_made else None
+
+    def _load(self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
+        """How many tokens are loaded under the taker's first step; None: something is being loaded."""
         promotion = self.promoter.promotion_of(taker)
         if promotion is not None:
             if promotion.stage is PromotionStage.FETCHED:
@@ -132,6 +144,7 @@ class TierManager:
     def ended(self, taker: Taker) -> None:
         """See LowerTiers."""
         self.promoter.ended(taker)
+        self._write_back.ended(taker)
 
     def _count_hits(self, taker: Taker, hashes: Sequence[bytes], from_disk: frozenset[bytes]) -> None:
         """Counts each prompt once, where it starts. Blocks taken for a peer don't count."""

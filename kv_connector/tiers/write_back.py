@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -11,6 +11,7 @@ from tandem.engine.contracts.directory import BlockEvent
 from tandem.kv_connector.directory.kept import KeptElsewhere
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import JobDone, Save, Spill, TierJob
+from tandem.kv_connector.tiers.ways import WAY_SAVES, Ways
 
 ASKED_AHEAD = 1024  # blocks, of which the directory is asked before they are among those that are saved; a guess
 # How many of the blocks next to be evicted are copied ahead of that: to the host as many as a long prompt takes at
@@ -32,6 +33,11 @@ class WriteBackCounters:
     blocks_left: int = 0  # evicted from the device and not saved, since a peer keeps them
 
 
+def _no_time() -> float:
+    """The clock where nobody waits."""
+    return 0.0
+
+
 class _NotIn:
     """A container of every block that `tier` has no copy of."""
 
@@ -45,7 +51,7 @@ class _NotIn:
 
 class WriteBack:
     """Chooses what is copied down. One Save and one Spill are under way at a time, so that the next blocks are chosen
-    as late as possible."""
+    as late as possible; more Saves while somebody waits for them."""
 
     def __init__(
         self,
@@ -55,8 +61,10 @@ class WriteBack:
         tell: Callable[[BlockEvent], None],
         batch_blocks: int,
         kept: KeptElsewhere | None = None,
+        clock: Callable[[], float] = _no_time,
     ) -> None:
-        """`kept`: what peers keep of the blocks that it is asked for, which are left to them; None: nothing is."""
+        """`kept`: what peers keep of the blocks that it is asked for, which are left to them; None: nothing is.
+        `clock`: monotonic seconds, for those who wait."""
         self._kept = kept
         self.counters = WriteBackCounters()
         self._pool, self._host, self._disk = pool, host, disk
@@ -65,7 +73,9 @@ class WriteBack:
         self._batch = batch_blocks
         self._unsaved: dict[bytes, None] = {}  # published blocks that only the device pool has
         self._unspilled: dict[bytes, None] = {}  # blocks of the host pool that are not on disk
-        self._saving = self._spilling = False
+        self._saving = 0  # Saves under way
+        self._spilling = self._has_failed = False
+        self._ways = Ways(pool, host, self._lacks, clock)
         self._num_flushes = 0
         self._jobs: list[TierJob] = []
 
@@ -132,10 +142,22 @@ class WriteBack:
 
     def flush(self) -> None:
         self._num_flushes += 1
+        self._ways.flush()
         for block_hash in self._host.unpinned_hashes():
             self.drop_from_host(block_hash)
         for block_hash in self._disk.unpinned_hashes() if self._disk is not None else ():
             self.drop_from_disk(block_hash)
+
+    # --- who takes many blocks at once ----------------------------------------------------------------------
+
+    def make_way(self, taker: Hashable, num_blocks: int, hashes: Sequence[bytes], hits: Sequence[int]) -> bool:
+        """Whether `taker` may take `num_blocks` blocks: what they push out is saved, or has had its time. False: it is
+        being saved, ask again. `hits` stay, the pool's blocks of the first of `hashes`, which `taker` will want."""
+        return self._has_failed or self._ways.is_made(taker, num_blocks, hashes, hits)
+
+    def ended(self, taker: Hashable) -> None:
+        """Hears that `taker` has its blocks, or needs none any more. Idempotent."""
+        self._ways.ended(taker)
 
     # --- what goes next -------------------------------------------------------------------------------------
 
@@ -149,21 +171,22 @@ class WriteBack:
                 is_left = self._is_left(event.block_hash)
                 self.counters.blocks_left += is_left
                 self.counters.blocks_lost += not is_left
-        if not self._saving and self._unsaved:
+        self._ways.let_go()
+        most = WAY_SAVES if self._ways.has_unsaved else 1
+        if self._saving < most and self._unsaved and not self._has_failed:
             self._save(is_idle)
         if self._disk is not None and not self._spilling and self._unspilled:
             self._spill(is_idle)
 
     def _save(self, is_idle: bool) -> None:
-        """Saves the blocks that the pool will reuse next, at the price of the host's coldest. An idle node saves any
-        block, but only into free slots or, as long as the disk has room, those of blocks that are on disk: otherwise
-        blocks would go round for ever."""
+        """Saves what the pool will reuse next, then what somebody waits for, at the price of the host's coldest. An
+        idle node saves any block, but only into free slots or, as long as the disk has room, those of blocks that are
+        on disk: otherwise blocks would go round for ever."""
         cold = self._pool.cold_end(min(SAVED_AHEAD, -(-self._host.capacity // 2)))
         if self._kept is not None:
             self._kept.ask(self._pool.cold_end(ASKED_AHEAD))
             is_idle = False  # what peers keep of it is not known yet
-        unsaved = (e for e in cold if self._should_be_saved(e) and not self._is_left(e))
-        chosen = list(islice(unsaved, self._batch))
+        chosen = list(islice(filter(self._lacks, cold), self._batch)) or self._ways.next(self._batch)
         kept: Container[bytes] = frozenset(cold) if chosen else ()  # otherwise they would displace each other for ever
         if not chosen and is_idle:
             room = min(self._batch, max(self._host.num_free, 0 if self._disk is None else self._disk.num_free))
@@ -175,6 +198,8 @@ class WriteBack:
             self._drop_below(block_hash)
             slot = self.reserve_on_host(block_hash, self._pool.parent(block_hash), tenant, kept)
             if slot is None:
+                if self._ways.skip(block_hash):
+                    continue
                 break
             block_id = self._pool.find(block_hash)
             assert block_id is not None
@@ -182,11 +207,15 @@ class WriteBack:
             taken.append((block_hash, block_id, slot, self._generations(block_id, window_ids), window_ids))
         if taken:
             hashes, block_ids, slots, every_generation, every_window = zip(*taken, strict=True)
-            self._saving = True
+            self._saving += 1
             self._jobs.append(Save(hashes, block_ids, slots, every_generation, self._num_flushes, every_window))
 
     def _generations(self, block_id: int, window_ids: Sequence[int]) -> tuple[int, ...]:
         return tuple(map(self._pool.generation, (block_id, *window_ids)))
+
+    def _lacks(self, block_hash: bytes) -> bool:
+        """Whether a block of the pool is to be saved, and is not on its way."""
+        return self._should_be_saved(block_hash) and not self._is_left(block_hash)
 
     def _should_be_saved(self, block_hash: bytes) -> bool:
         """Whether a block of the pool is nowhere below, or only without the window blocks that it has here."""
@@ -245,7 +274,9 @@ class WriteBack:
 
     def on_done(self, done: JobDone) -> None:
         if isinstance(done.job, Save):
-            self._saving = bool(done.bad)  # no more of them: copying memory does not fail unless something is wrong
+            self._saving -= 1
+            # After one no more are made: copying memory does not fail unless something is wrong.
+            self._has_failed = self._has_failed or bool(done.bad)
             self._on_saved(done.job, done.bad)
         else:
             assert isinstance(done.job, Spill)
@@ -264,6 +295,7 @@ class WriteBack:
             else:
                 self.counters.saves += 1
                 self.commit_on_host(block_hash, is_whole)
+                self._ways.on_saved(block_hash)
 
     def _on_spilled(self, job: Spill, bad: Iterable[bytes]) -> None:
         assert self._disk is not None
@@ -279,6 +311,7 @@ class WriteBack:
                 self._tell(BlockEvent(block_hash, True, "disk"))
 
     def check_integrity(self) -> None:
+        self._ways.check_integrity()
         for block_hash in self._unsaved:
             assert not self._host.is_ready(block_hash), "what was saved waits to be saved"
             assert not self._is_on_disk(block_hash), "what is on disk waits to be saved"

@@ -22,6 +22,7 @@ from tandem.engine.scheduling.beams.search import BeamSearch
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.core import EngineCore
+from tandem.engine.scheduling.ports import NoShares
 from tandem.engine.scheduling.prompt_order import PromptOrder
 from tandem.engine.scheduling.request import (
     BeamsEvent,
@@ -68,6 +69,14 @@ def expected_beams(prompt: Sequence[int], sampling: SamplingParams) -> list[tupl
         outputs = [[each.token_id for each in beam.path()] for beam in search.beams]
         search.advance([next_candidates((*prompt, *known), len(known), sampling, [EOS]) for known in outputs])
     return [([b.token_id for b in h.beam.path()], h.beam.finish_reason or "") for h in search.hypotheses]
+
+
+class NobodyAgrees(NoShares):
+    """Whoever is asked for help with a prompt declines."""
+
+    def next_part(self, request: Request, room: int) -> tuple[int, int] | None:
+        request.go_alone()
+        return request.num_computed_tokens, request.num_launched_tokens
 
 
 class HalfRight:
@@ -149,6 +158,7 @@ class Harness:
                 tiers=None if self.tiers is None else self.tiers.manager,
                 clock=clock,
                 num_adapter_slots=num_adapter_slots,
+                shares=NobodyAgrees(),
             ),
             guesser=HalfRight() if speculates else drafted,
         )
@@ -166,17 +176,19 @@ class Harness:
     # --- in -------------------------------------------------------------------------------------------------
 
     def request(self, name: str, prompt: Sequence[int], samples: Sequence[int] = (0,), **settings: Any) -> Request:
-        """`settings`: fields of Prompt by name, the salt, an adapter by number; everything else goes to SamplingParams
-        (EOS is ignored)."""
+        """`settings`: fields of Prompt by name, the salt, an adapter by number, how many nodes may compute it;
+        everything else goes to SamplingParams (EOS is ignored)."""
         self._arrivals += 1
         fields = ("priority", "mode", "num_prior_output_tokens", "use_prefix_cache", "targets", "waited_s")
         own = {key: settings.pop(key) for key in fields if key in settings}
-        adapter = settings.pop("adapter", 0)
+        adapter, num_nodes = settings.pop("adapter", 0), settings.pop("num_nodes", 1)
         own["adapter"] = AdapterRef("", bytes([adapter])) if adapter else None
         own["secrecy"] = Secrecy(settings.pop("salt", b""))  # without a context: here KV is of tokens alone
         sampling = SamplingParams(**{"ignore_eos": True, "seed": adapter, **settings})
         tokens = np.array(prompt, np.int32)
         request = made_request(name, tokens, sampling, samples, arrival=self._arrivals, **own)
+        if num_nodes > 1:
+            request.get_help(num_nodes)
         self.requests[name] = request
         self.samples[name] = tuple(samples)
         return request

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from engine_harness import BLOCK, Harness
 
 from tandem.engine.contracts.keys import AttemptKey
+from tandem.kv_connector.tiers import write_back
+from tandem.kv_connector.tiers.write_back import WriteBack
 
 PROMPT = [*range(13), 0, 1, 2, 3, 4, 5, 6, 7]  # 21 tokens: five blocks and one token
 OTHER = [12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 12, 11, 10, 9, 8, 7, 6, 5]
@@ -208,3 +212,82 @@ def test_without_the_cache_nothing_is_loaded() -> None:
     harness = small(32, 0, 0, 0)
     evicted(harness)
     assert again(harness, use_prefix_cache=False) == 22
+
+
+def full_pool(lag: int, monkeypatch: pytest.MonkeyPatch) -> Harness:
+    """A pool of prompts of which nothing is saved ahead, as of large pools as good as nothing is."""
+    monkeypatch.setattr(write_back, "SAVED_AHEAD", 0)
+    harness = Harness(num_blocks=20, tiers=(32, 0, lag, 0))
+    harness.add("runs", [9], max_tokens=28)
+    for number in range(3):
+        harness.add(f"cached {number}", [number, *PROMPT[1:]], max_tokens=1)
+        for _ in range(8):
+            harness.step()
+    assert harness.pool.num_cached >= 15
+    return harness
+
+
+def test_who_takes_all_blocks_at_once_waits_until_what_goes_is_saved_and_others_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = full_pool(6, monkeypatch)
+    harness.add("long", [12, *PROMPT, *OTHER], max_tokens=2, num_nodes=2)
+    harness.add("short", [11, 10], max_tokens=1)
+    for _ in range(4):
+        harness.step()
+        assert harness.requests["long"].slot < 0
+    assert harness.finished["short", 0]
+    cached = harness.pool.cached_hashes()
+    while harness.requests["long"].slot < 0:
+        harness.step()
+    pushed_out = [each for each in cached if harness.pool.find(each) is None]
+    assert len(pushed_out) >= 6
+    assert all(map(harness.tiers.manager.is_on_host, pushed_out))
+    harness.run()
+    for name in ("long", "runs", "short"):
+        harness.assert_output(name)
+    harness.settle()
+    harness.assert_empty()
+
+
+def test_who_is_aborted_while_he_waits_for_that_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = full_pool(3, monkeypatch)
+    harness.add("long", [12, *PROMPT, *OTHER], max_tokens=2, num_nodes=2)
+    for _ in range(6):
+        harness.step()
+    harness.scheduler.state.abort(AttemptKey("long", 0))
+    harness.settle()
+    assert len(harness.tiers.host_index.unpinned_hashes()) == len(harness.tiers.host_index) > 0
+    harness.run()
+    harness.settle()
+    harness.assert_empty()
+
+
+def test_whatever_asks_for_help_its_tokens_are_right_and_less_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_back, "SAVED_AHEAD", 0)
+    lost = sum(map(helped_traffic, range(12)))
+    monkeypatch.setattr(WriteBack, "make_way", lambda *_: True)
+    assert lost < sum(map(helped_traffic, range(12))) / 2
+
+
+def helped_traffic(seed: int) -> int:
+    """Prompts that all may be shared, again and again; how many blocks were lost."""
+    chance = random.Random(seed)
+    harness = Harness(
+        24, max_num_seqs=3, tiers=(chance.choice((64, 96)), chance.choice((0, 24)), chance.randint(0, 3), 0)
+    )
+    for turn in range(60):
+        if chance.random() < 0.25:
+            prompt = [chance.randint(0, 5)] * chance.choice((11, 18, 23, 30)) + [chance.randint(0, 1)]
+            harness.add(f"r{turn}", prompt, max_tokens=1, num_nodes=2)
+        if chance.random() < 0.05 and harness.requests:
+            aborted = chance.choice(list(harness.requests))
+            harness.scheduler.state.abort(AttemptKey(aborted, 0))
+            del harness.requests[aborted]
+        harness.step()
+    harness.run()
+    harness.settle()
+    for name in harness.requests:
+        harness.assert_output(name)
+    harness.assert_empty()
+    return int(harness.tiers.manager.counts()["tier_blocks_lost"])

@@ -11,6 +11,9 @@ from share_world import BLOCK, CHUNK, RIGHT, ShareWorld
 
 from tandem.engine.contracts.wire.requests import RequestFailed, Tokens
 from tandem.kv_connector.pulls.shares import LEAST_PATIENCE_S
+from tandem.kv_connector.tiers import write_back
+from tandem.kv_connector.tiers.ways import WAY_S
+from tandem.kv_connector.tiers.write_back import WriteBack
 
 TWO, THREE = (40, 40), (40, 40, 40)
 
@@ -123,6 +126,132 @@ def test_each_fault_at_each_moment(fault: str, num_blocks: tuple[int, ...], ever
     assert set(ends) <= {"done", "cancelled", "help_lost"}
 
 
+@pytest.fixture
+def nothing_is_saved_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As good as nothing is of a large pool, in which a long prompt takes thousands of blocks."""
+    monkeypatch.setattr(write_back, "SAVED_AHEAD", 0)
+
+
+def full_of_prompts(num_nodes: int = 2, has_deadlines: bool = False) -> tuple[ShareWorld, list[list[bytes]]]:
+    """Nodes whose pools are full of what others asked, with room for that in host memory, and the hashes of it."""
+    world = ShareWorld(*[20] * num_nodes, has_deadlines=has_deadlines, num_host=64)
+    for on in range(num_nodes):
+        for name in range(2):
+            world.submit(f"{on} {name}", 5 * CHUNK - 3, on, first=20 * name + 40 * on + 10)
+    world.run()
+    assert not any(isinstance(each, RequestFailed) for each in world.told)
+    world.told.clear()
+    return world, [node.pool.cached_hashes() for node in world.nodes]
+
+
+def num_gone(world: ShareWorld, cached: list[list[bytes]]) -> list[int]:
+    """How many of these blocks each node has lost."""
+    return [sum(not node.has(each) for each in own) for node, own in zip(world.nodes, cached, strict=True)]
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3])
+@pytest.mark.usefixtures("nothing_is_saved_ahead")
+def test_what_a_shared_prompt_pushes_out_is_in_host_memory(num_nodes: int) -> None:
+    world, cached = full_of_prompts(num_nodes)
+    world.submit("r", 5 * CHUNK - 3, 0, range(1, num_nodes))
+    assert ended(world) == "done"
+    assert world.nodes[0].handoffs.shares.counters.begun == 1
+    assert num_gone(world, cached) == [0] * num_nodes
+    pushed_out = [
+        sum(node.pool.find(each) is None for each in own) for node, own in zip(world.nodes, cached, strict=True)
+    ]
+    assert min(pushed_out) >= 4, "little of this showed anything"
+    for on, node in enumerate(world.nodes):
+        before = node.scheduler.state.num_cached_tokens
+        world.submit(f"again {on}", 5 * CHUNK - 3, on, first=40 * on + 10)
+        world.run()
+        assert node.scheduler.state.num_cached_tokens == before + 9 * BLOCK
+    world.check_whole()
+
+
+@pytest.mark.usefixtures("nothing_is_saved_ahead")
+def test_without_that_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WriteBack, "make_way", lambda *_: True)
+    world, cached = full_of_prompts()
+    world.submit("r", 5 * CHUNK - 3, 0, [1])
+    assert ended(world) == "done"
+    assert min(num_gone(world, cached)) >= 4
+
+
+@pytest.mark.usefixtures("nothing_is_saved_ahead")
+def test_a_copy_that_stands_holds_up_the_prompt_for_a_moment_and_others_not_at_all() -> None:
+    """First the node that has the prompt waits for its time, then the one that helps."""
+    world, _ = full_of_prompts()
+    world.copies_stand = True
+    world.submit("r", 5 * CHUNK - 3, 0, [1])
+    world.submit("other", 3, 0, max_tokens=1)
+    first = world.nodes[0]
+
+    def steps() -> None:
+        for _ in range(50):
+            for move in world.moves():
+                world.do(move)
+
+    steps()
+    assert [delta.request_id for each in world.told for delta in each.deltas] == ["other"]  # type: ignore[union-attr]
+    assert first.handoffs.shares.is_idle, "its blocks are not taken"
+    world.tick(WAY_S)
+    steps()
+    assert not first.handoffs.shares.is_idle
+    assert first.handoffs.shares.counters.begun == 0
+    assert not world.nodes[1].logic.helper.is_idle
+    world.tick(WAY_S)
+    steps()
+    assert first.handoffs.shares.counters.begun == 1
+    world.copies_stand = False
+    world.run()
+    world.check_whole()
+    assert not any(isinstance(each, RequestFailed) for each in world.told)
+
+
+@pytest.mark.usefixtures("nothing_is_saved_ahead")
+def test_who_is_asked_and_waits_takes_no_blocks_for_a_peer_that_is_gone_or_when_he_is_to_end() -> None:
+    for happens in ("lost", "drained"):
+        world, _ = full_of_prompts()
+        helper = world.nodes[1]
+        world.submit("r", 5 * CHUNK - 3, 0, [1])
+        while helper.logic.helper.is_idle:
+            for move in world.moves():
+                world.do(move)
+        assert not helper.logic.is_empty
+        if happens == "lost":
+            world.lose_each_other(*world.nodes)
+        else:
+            helper.logic.drain()
+        assert ended(world) == "done"
+        assert world.nodes[0].handoffs.shares.counters.begun == 0
+        assert helper.logic.helper.is_idle
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("nothing_is_saved_ahead")
+def test_each_fault_at_each_moment_where_way_is_made(fault: str, every: int) -> None:
+    ends: dict[str, int] = {}
+    for moment in range(0, 1000, every):
+        world, cached = full_of_prompts()
+        world.submit("r", 5 * CHUNK - 3, 0, [1])
+        if not to_moment(world, moment):
+            break
+        FAULTS[fault](world)
+        if fault == "another prompt":
+            world.run()
+            world.check_whole()
+            assert not any(isinstance(each, RequestFailed) for each in world.told)
+            continue
+        end = ended(world)
+        ends[end] = ends.get(end, 0) + 1
+        if fault not in ("late", "silence"):  # then it has had its time
+            assert num_gone(world, cached) == [0, 0]
+    assert moment > 40, "little of this showed anything"
+    assert set(ends) <= {"done", "cancelled", "help_lost"}
+
+
 def test_an_attempt_finds_what_was_verified_when_the_one_before_failed() -> None:
     kept = []
     for moment in range(0, 1000, 3):
@@ -142,12 +271,13 @@ def test_an_attempt_finds_what_was_verified_when_the_one_before_failed() -> None
 
 
 @pytest.mark.parametrize("num_seeds", [4, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("nothing_is_saved_ahead")
 def test_whatever_happens_among_three_full_nodes(num_seeds: int) -> None:
     """Prompts of all three at once, in any order of events, in pools for one and a half of them. By deadlines nodes
     help beside prompts of their own."""
     for seed in range(num_seeds):
         rng = random.Random(seed)
-        world = ShareWorld(18, 18, 18, has_deadlines=seed % 2 == 1)
+        world = ShareWorld(18, 18, 18, has_deadlines=seed % 2 == 1, num_host=rng.choice([0, 24]))
         names = iter(range(100))
         for _ in range(300):
             kind = rng.random()

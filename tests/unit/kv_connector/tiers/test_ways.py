@@ -222,6 +222,26 @@ def test_nothing_is_kept_for_who_does_not_ask_again() -> None:
     assert len(node.host.unpinned_hashes()) == sum(map(node.host.is_ready, chain_of("cold", 20)))
 
 
+def test_who_could_not_take_for_long_has_his_time_once_more() -> None:
+    node = Node(20)
+    node.fill("cold", 20)
+    assert not node.makes_way(20)
+    for _ in range(2):
+        node.now += 2 * WAY_S
+        node.turn()
+        assert node.makes_way(20) == (node.now > 3 * WAY_S)
+    node.take(20)
+    assert node.num_lost > 0
+    made = Node(20)
+    made.fill("cold", 8)
+    made.make(16)
+    made.pool.allocate(4)
+    made.now = 2 * WAY_S
+    made.make(16)
+    made.take(16)
+    assert made.num_lost == 0
+
+
 def test_saves_that_fail_keep_nobody_waiting() -> None:
     node = Node(20)
     node.fill("cold", 20)
@@ -343,7 +363,8 @@ def test_whatever_happens_before_it_who_was_told_that_way_is_made_loses_nothing(
             elif kind < 0.65:
                 taker, num = chance.choice(["a", "b"]), chance.randrange(4, 12)
                 node.turn()
-                lost, asked_at[taker] = node.num_lost, asked_at.get(taker, node.now)
+                lost = node.num_lost
+                asked_at[taker] = asked_at.get(taker, node.now)
                 if num <= node.pool.num_free and node.makes_way(num, taker):
                     held.append(node.take(num, taker))
                     num_taken += 1
