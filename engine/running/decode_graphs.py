@@ -131,7 +131,8 @@ class DecodeBatch:
         if size not in self._words_of:
             # Kernels are compiled for addresses that are multiples of 16 bytes.
             shape = (2 if self._features is None else 5, -(-size // 2) * 2)
-            self._words_of[size] = torch.zeros(shape, dtype=torch.int64, device=self.device)
+            with torch.inference_mode(False):  # so that it may be filled anywhere
+                self._words_of[size] = torch.zeros(shape, dtype=torch.int64, device=self.device)
         return self._words_of[size]
 
     def adapters_of(self, rows: Sequence[ScheduledRow]) -> np.ndarray:

@@ -24,9 +24,11 @@ SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=Tru
 
 @pytest.mark.parametrize("kind", ["qwen2_hybrid", "gemma3_text", "gpt_oss", "cohere2"])
 def test_greedy_against_fp32(kind: str) -> None:
-    """Of short rows, which one kernel takes with their stores, and long ones; split and alone, at once."""
+    """Of short rows, which one kernel takes with their stores, and long ones; split and alone, at once. A mixture in 32
+    bits: in 16 a rounding sends tokens to other experts."""
     folder = tiny_model(kind) if kind == "qwen2_hybrid" else tiny_hf_model(kind)
-    nodes = decode, prefill = cuda_pair(folder, chunk=64)
+    dtype = "float32" if kind == "gpt_oss" else "bfloat16"
+    nodes = decode, prefill = cuda_pair(folder, dtype, chunk=64)
     assert decode.process.pool.windows.num_each > 0
     assert decode.process.loaded.replays_graphs
     with client_of(nodes) as client:
@@ -40,7 +42,7 @@ def test_greedy_against_fp32(kind: str) -> None:
         for prompt, *both in results.values():
             for result in both:
                 assert result.failed is None, result.failed
-                check_against_reference(folder, prompt, result.output(), torch.bfloat16)
+                check_against_reference(folder, prompt, result.output(), getattr(torch, dtype))
 
 
 def test_prompts_come_back_from_host_memory() -> None:

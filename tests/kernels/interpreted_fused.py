@@ -52,7 +52,8 @@ def test_silu_mul(size: int) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (33, 1, 20)])
 def test_halves_are_rotated_as_transformers_does(heads: int, kv_heads: int, size: int, wide: bool) -> None:
     query, key = torch.randn(heads, 5, size).transpose(0, 1), torch.randn(5, kv_heads, size)
-    cos, sin = (torch.randn(5, size if wide else size // 2) for _ in range(2))
+    width = size if wide else size // 2
+    cos, sin = torch.randn(5, width), torch.randn(width, 5).t()  # both ways in which they come
     made = rotate_halves_triton(query, key, cos, sin)
     whole = (cos, sin) if wide else (torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
     for ours, own in zip(made, apply_rotary_pos_emb(query, key, *whole, unsqueeze_dim=1), strict=True):

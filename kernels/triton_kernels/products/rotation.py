@@ -242,20 +242,26 @@ def _rotate_halves(
     tl.store(into + HALF, (second * cos_b[None, :] + first * sin_b[None, :]).to(dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["q_head", "q_token", "k_head", "k_token", "cos_token", "sin_token"])
+@triton.jit(
+    do_not_specialize=[
+        "q_head", "q_token", "k_head", "k_token", "cos_token", "cos_column", "sin_token", "sin_column"
+    ]
+)  # fmt: skip
 def rotate_halves_kernel(
     query,  # [T, NUM_HEADS, 2 * HALF], strides (q_token, q_head, 1)
     key,  # [T, NUM_KV_HEADS, 2 * HALF], strides (k_token, k_head, 1)
     query_out,  # as query, contiguous
     key_out,  # as key, contiguous
-    cos,  # [T, HALF] or, WIDE, [T, 2 * HALF]: of each half its own; strides (cos_token, 1)
-    sin,  # as cos, strides (sin_token, 1)
+    cos,  # [T, HALF] or, WIDE, [T, 2 * HALF]: of each half its own; strides (cos_token, cos_column)
+    sin,  # as cos, strides (sin_token, sin_column)
     q_head,
     q_token,
     k_head,
     k_token,
     cos_token,
+    cos_column,
     sin_token,
+    sin_column,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -269,12 +275,12 @@ def rotate_halves_kernel(
     token, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, HALF_PAD)
     within = columns < HALF
-    cosines, sines = cos + token * cos_token + columns, sin + token * sin_token + columns
+    cosines, sines = cos + token * cos_token + columns * cos_column, sin + token * sin_token + columns * sin_column
     cos_a = tl.load(cosines, mask=within, other=0.0).to(tl.float32)
     sin_a = tl.load(sines, mask=within, other=0.0).to(tl.float32)
     if WIDE:
-        cos_b = tl.load(cosines + HALF, mask=within, other=0.0).to(tl.float32)
-        sin_b = tl.load(sines + HALF, mask=within, other=0.0).to(tl.float32)
+        cos_b = tl.load(cosines + HALF * cos_column, mask=within, other=0.0).to(tl.float32)
+        sin_b = tl.load(sines + HALF * sin_column, mask=within, other=0.0).to(tl.float32)
     else:
         cos_b, sin_b = cos_a, sin_a
     of_query: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -301,7 +307,7 @@ def rotate_halves_triton(
     if num_tokens:
         rotate_halves_kernel[(num_tokens, cdiv(num_heads, heads) + cdiv(num_kv_heads, heads))](
             query_THD, key_TKD, query, key, cos_TC, sin_TC, query_THD.stride(1), query_THD.stride(0),
-            key_TKD.stride(1), key_TKD.stride(0), cos_TC.stride(0), sin_TC.stride(0), NUM_HEADS=num_heads,
+            key_TKD.stride(1), key_TKD.stride(0), *cos_TC.stride(), *sin_TC.stride(), NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads, HALF=half, HALF_PAD=next_power_of_2(half), WIDE=cos_TC.shape[1] == size,
             HEADS=heads, num_warps=4, **overlap(query_THD.device),
         )  # fmt: skip

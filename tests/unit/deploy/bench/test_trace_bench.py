@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections import defaultdict
@@ -164,6 +165,50 @@ def test_hits_cost_nothing_and_host_hits_little() -> None:
     node.cache.check_integrity()
 
 
+def full_node(node_id: str) -> SimulatedNode:
+    """A node of 40 blocks that has just computed 30, host memory beside it that takes 20 ms a block."""
+    costs = dataclasses.replace(FLAT, host_s_per_token=4e-5)
+    node = SimulatedNode(node_id, costs, 40 * TRACE_BLOCK, 60 * TRACE_BLOCK)
+    node.submit(job(request(0.0, range(30), output=1)), 0.0)
+    run(node)
+    return node
+
+
+def test_the_nodes_of_a_prompt_first_save_what_it_pushes_out() -> None:
+    """Of 22 blocks that its first node pushes out eight were saved. It computes a chat's prompt meanwhile."""
+    block_s = TRACE_BLOCK * 4e-5
+    first, helper = full_node("first"), full_node("helper")
+    now = 30 * 0.612
+    shared, chat = job(request(now, range(100, 132))), job(TraceRequest(now, 100, 1, (900,)))
+    shared.places = ("first", "helper")
+    first.submit(shared, now)
+    helper.submit(shared, now)
+    assert first.next_at == pytest.approx(now + 14 * block_s)
+    assert helper.next_at == math.inf
+    first.submit(chat, now)
+    first.advance()
+    assert chat.finished_at == pytest.approx(now + 0.2)
+    assert shared.num_computed == 0
+    first.advance()
+    assert shared.table is not None
+    now += 14 * block_s
+    num_helped = -(-shared.table.ends[shared.table.of(1)[-1]] // TRACE_BLOCK)
+    assert first.passed_on() == [shared]
+    helper.nudge(shared, now)
+    assert helper.next_at == pytest.approx(now + (num_helped - 10 - 8) * block_s)
+    assert (first.cache.num_lost, helper.cache.num_lost) == (0, 0)
+
+
+def test_nothing_is_saved_first_for_a_prompt_that_is_handed_over() -> None:
+    node = full_node("first")
+    now = 30 * 0.612
+    moved = job(request(now, range(100, 132)))
+    moved.decode_on = "sink"
+    node.submit(moved, now)
+    assert node.next_at == pytest.approx(now + 0.612)
+    assert node.cache.num_lost == 14
+
+
 def test_what_leaves_the_gpu_is_on_the_host_until_that_is_full() -> None:
     cache = TieredCache(2, 1)
     names = [bytes([n]) * 16 for n in range(4)]
@@ -193,6 +238,18 @@ def test_what_is_taken_at_once_costs_what_was_not_saved(num_taken: int) -> None:
     cache.let_go("a share")
     cache.use([b"another"])
     assert cache.num_lost == 20 - num_left, "what was given back goes first"
+    cache.check_integrity()
+
+
+def test_what_is_taken_at_once_costs_nothing_where_it_is_saved_before() -> None:
+    """Eight of the 14 that leave were saved; of the others there is time for four, the last that would go."""
+    names = [bytes([n]) * 16 for n in range(20)]
+    cache = TieredCache(20, 20)
+    for name in names:
+        cache.use([name])
+    assert cache.hold("a share", 14, most_saved=4) == 4
+    assert [name in cache for name in names] == [True] * 8 + [False] * 2 + [True] * 10
+    assert cache.hold("another", 2, most_saved=4) == 0
     cache.check_integrity()
 
 
