@@ -149,6 +149,17 @@ def test_few_tokens_of_one_prompt_have_graphs_of_their_own(monkeypatch: pytest.M
     assert DecodeGraphs(runner.model, runner.state, 2 * MOST_ROWS, MAX_LEN).kind_for(many) == "plain"
 
 
+def test_a_steps_words_may_be_filled_anywhere() -> None:
+    """Also those of a size that came first in a pass without gradients."""
+    runner = make_runner(tiny_model("llama"))
+    batch, row = DecodeGraphs(runner.model, runner.state, MOST_ROWS, MAX_LEN).batch, ScheduledRow(1, 5, 1)
+    with torch.inference_mode():
+        batch.fill([row], 4)
+    for size in (4, 3):
+        batch.fill([row] * 2, size)
+        assert batch._newest[:, :size].tolist() == [[1, 1, *[-1] * (size - 2)], [5, 5, *[0] * (size - 2)]]
+
+
 def test_attention_is_told_of_rows_that_follow() -> None:
     """Of steps launched kernel by kernel and of graphs' passes: they may be of few rows."""
     runner = make_runner(tiny_model("llama"))
