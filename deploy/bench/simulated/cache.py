@@ -35,7 +35,8 @@ class TieredCache:
         self._host: OrderedDict[bytes, None] = OrderedDict()  # what the GPU tier has not
         self._copies: OrderedDict[bytes, None] = OrderedDict()
         self._num_gpu, self._num_host = num_gpu_blocks, num_host_blocks
-        self._num_ahead = min(BLOCKS_AHEAD, -(-num_host_blocks // 2))
+        self._most_saved = -(-num_host_blocks // 2)  # for one who takes blocks
+        self._num_ahead = min(BLOCKS_AHEAD, self._most_saved)
         self._held: dict[object, int] = {}
         self.num_held = 0  # blocks of the GPU tier that nobody finds
         self.num_lost = 0  # blocks that left the GPU tier unsaved
@@ -84,13 +85,15 @@ class TieredCache:
 
     # --- who works with blocks --------------------------------------------------------------------------------
 
-    def hold(self, holder: object, num_blocks: int) -> None:
-        """Gives `holder` so many blocks of the GPU tier that nobody finds, unless it has them."""
+    def hold(self, holder: object, num_blocks: int, most_saved: int = 0) -> int:
+        """Gives `holder` so many blocks of the GPU tier that nobody finds, unless it has them. Returns how many blocks
+        had to be saved before it: up to `most_saved` of those that leave, the warmest."""
         more = num_blocks - self._held.get(holder, 0)
-        if more > 0:
-            self._held[holder] = num_blocks
-            self.num_held += more
-            self._make_room()
+        if more <= 0:
+            return 0
+        self._held[holder] = num_blocks
+        self.num_held += more
+        return self._make_room(most_saved)
 
     def let_go(self, holder: object) -> None:
         self.num_held -= self._held.pop(holder, 0)
@@ -109,15 +112,17 @@ class TieredCache:
                 self._copies[block_hash] = None
                 self._enter_host(block_hash)
 
-    def _make_room(self) -> None:
-        num_evicted = 0
+    def _make_room(self, most_saved: int = 0) -> int:
+        num_evicted = num_saved = 0
+        num_unsaved = len(self._gpu) + self.num_held - self._num_gpu - min(most_saved, self._most_saved)
         while self._gpu and len(self._gpu) + self.num_held > self._num_gpu:
             block_hash, _ = self._gpu.popitem(last=False)
             self._leave_gpu(block_hash)
             if block_hash in self._copies:
                 del self._copies[block_hash]
                 self._host[block_hash] = None
-            elif self._is_worth_saving(block_hash) and num_evicted < self._num_ahead:
+            elif self._is_worth_saving(block_hash) and (num_evicted < self._num_ahead or num_evicted >= num_unsaved):
+                num_saved += num_evicted >= self._num_ahead
                 if len(self._host) + len(self._copies) == self._num_host:
                     self._evict_from_host()
                 self._host[block_hash] = None
@@ -126,6 +131,7 @@ class TieredCache:
                 self.num_lost += self._is_worth_saving(block_hash)
                 del self._parents[block_hash]
             num_evicted += 1
+        return num_saved
 
     def _is_worth_saving(self, block_hash: bytes) -> bool:
         return self._num_children[block_hash] > 0 or not self._is_left(block_hash)

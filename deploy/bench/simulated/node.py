@@ -162,8 +162,8 @@ class SimulatedNode:
     def nudge(self, job: Job, now: float) -> None:
         """Notes that it may be this node's turn with a prompt."""
         if self._prompts:
-            self._prompts.join(job)
             self._now = now
+            self._prompts.join(job)
             self._interrupt(now)
 
     def arrivals_ended(self, now: float) -> None:
@@ -210,7 +210,7 @@ class SimulatedNode:
 
     def _interrupt(self, now: float) -> None:
         """Lets what came join after the step under way, of several decode steps one after the other."""
-        if self.next_at == math.inf:
+        if not self._run[2] and self._has_prompts is None:
             idle_s = now - self._run[0]
             self.cache.save(int(idle_s / max(1e-9, self._costs.host_s_per_token) / TRACE_BLOCK))
             self._start(now)
@@ -257,7 +257,7 @@ class SimulatedNode:
         if work is None or not work.num_tokens:
             num_steps = 1 if self._prompts and rows else max(1, self._decoding[0][0] - self._steps.num) if rows else 0
             self._run = now, step_s, num_steps
-            self.next_at = now + num_steps * step_s if num_steps else math.inf
+            self.next_at = now + num_steps * step_s if num_steps else self._prompts.next_at
             return
         self._run = now, 0.0, 0
         self._budget.had()

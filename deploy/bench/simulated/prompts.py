@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder, SlackOrder
 from tandem.engine.scheduling.times.step_sizes import StepSizes
 from tandem.kv_connector.pulls.chunks import LEAST_TOKENS, MOST_TOKENS, divide
+from tandem.kv_connector.tiers.ways import WAY_S
 
 BLOCK = 16  # tokens, in which chunks of a prompt end that several nodes compute
 
@@ -51,6 +53,7 @@ class Prompts:
         self._passes = has_deadlines  # who has room passes who has none
         self._waiting: list[Job] = []
         self._begun: list[Job] = []
+        self._ready_at: dict[Job, float] = {}  # of shared prompts: when what they push out is saved
 
     def __iter__(self) -> Iterator[Job]:
         yield from self._begun
@@ -71,6 +74,12 @@ class Prompts:
     def num_tokens(self) -> int:
         """Prompt tokens without KV: of waiting prompts all, for nobody has looked yet what the cache holds of them."""
         return sum(job.num_own_tokens for job in self)
+
+    @property
+    def next_at(self) -> float:
+        """When what a prompt pushes out is saved, so that it may be computed; infinite: none waits for that."""
+        now = self._clock.now()
+        return min((ready_at for ready_at in self._ready_at.values() if ready_at > now), default=math.inf)
 
     def due(self) -> list[tuple[float, int]]:
         """Says of each prompt when its first token is due, and how many tokens this node will compute of it."""
@@ -110,6 +119,8 @@ class Prompts:
                 if not self._passes:
                     break
                 continue
+            if job.has_help and not self._is_ready(job):
+                continue
             if job not in self._begun:
                 self._begin(job, work, room)
             budget -= self._compute(job, budget, work)
@@ -129,8 +140,8 @@ class Prompts:
             job.places = job.places if job.table is not None else job.places[:1]
         if job.is_had_by(self._node_id):
             self._cache.touch(job.hashes)
-            takes_all = job.table is not None or job.decode_on not in ("", self._node_id)
-            self._hold(job, job.num_prompt_tokens if takes_all else job.num_computed)
+            is_handed_over = job.decode_on not in ("", self._node_id)
+            self._hold(job, job.num_prompt_tokens if is_handed_over else job.num_computed)
         # What one of several nodes found is pushed to each of the others.
         work.seconds += job.loading_s or job.num_found * self._costs.push_s_per_token * (job.num_nodes > 1)
         job.loading_s = 0.0
@@ -151,13 +162,30 @@ class Prompts:
         """Takes, at once, all blocks of this node's share of a prompt that has begun elsewhere."""
         if job in self._waiting and job.table is not None and not job.is_had_by(self._node_id):
             last = job.table.of(job.places.index(self._node_id))[-1]
-            self._cache.hold(job, -(-job.table.ends[last] // TRACE_BLOCK))
+            self._take_at_once(job, -(-job.table.ends[last] // TRACE_BLOCK))
+
+    def _is_ready(self, job: Job) -> bool:
+        """Whether what a shared prompt pushes out is saved. Takes its blocks when it is asked first."""
+        if job not in self._ready_at:
+            self._cache.touch(job.hashes)
+            self._take_at_once(job, self._num_blocks(job, job.num_prompt_tokens))
+        return self._ready_at[job] <= self._clock.now()
+
+    def _take_at_once(self, job: Job, num_blocks: int) -> None:
+        if job not in self._ready_at:
+            block_s = TRACE_BLOCK * self._costs.host_s_per_token
+            num_saved = self._cache.hold(job, num_blocks, int(WAY_S / max(1e-9, block_s)))
+            self._ready_at[job] = self._clock.now() + num_saved * block_s
 
     def _hold(self, job: Job, num_tokens: int) -> None:
-        """Has it hold the blocks of so many tokens, but for those that it found on the device."""
-        self._cache.hold(job, -(-num_tokens // TRACE_BLOCK) + -job.hits["gpu"] // TRACE_BLOCK)
+        self._cache.hold(job, self._num_blocks(job, num_tokens))
+
+    def _num_blocks(self, job: Job, num_tokens: int) -> int:
+        """How many blocks so many tokens of it have, but for those that it found on the device."""
+        return -(-num_tokens // TRACE_BLOCK) + -job.hits["gpu"] // TRACE_BLOCK
 
     def _drop(self, job: Job) -> None:
+        self._ready_at.pop(job, None)
         (self._begun if job in self._begun else self._waiting).remove(job)
         self._order.ended(job)  # type: ignore[arg-type]
 
