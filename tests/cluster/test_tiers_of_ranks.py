@@ -16,9 +16,13 @@ FULL_BLOCKS = [length // BLOCK for length in LENGTHS]
 
 
 def until_counted(client: Client, node: NodeInfo, name: str, least: int) -> None:
-    client.until(
-        lambda: node.node_id in client.statuses and client.statuses[node.node_id].counters.get(name, 0) >= least
-    )
+    def counters() -> dict[str, float]:
+        return dict(client.statuses[node.node_id].counters) if node.node_id in client.statuses else {}
+
+    try:
+        client.until(lambda: counters().get(name, 0) >= least)
+    except AssertionError as error:
+        raise AssertionError(f"{name} below {least}: {counters()}") from error
 
 
 def test_two_ranks_keep_what_one_rank_finds(tmp_path: Path) -> None:
