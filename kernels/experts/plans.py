@@ -17,7 +17,6 @@ LANE_INPUTS = 32  # of a word's eight numbers of 4 bits, and those of its neighb
 # inputs took most of the time (docs/measurements.md#mixtures-of-experts). Guesses.
 LONG_TILE, FEW_STEPS = 256, 2
 TILES_M = (16, 32, 64, 128)  # pairs of a tile; a guess
-MX_INPUTS = 32  # of e2m1 that share a power of two
 # Of e2m1 for very few rows: outputs, words of eight inputs, warps. A warp reads two whole rows of 128 words at a time.
 # Guesses.
 E2M1_TILE = (8, 128, 4)
@@ -160,8 +159,9 @@ def few_plan(sizes: MixtureSizes) -> MixturePlan | None:
 def e2m1_plan(sizes: MixtureSizes) -> MixturePlan | None:
     """The plan of very few rows over e2m1; None: these are others, or no tile fits."""
     plan = E2m1Plan(*E2M1_TILE)
-    are_whole = all(size % MX_INPUTS == 0 and size % plan.tile_n == 0 for size in (sizes.hidden, sizes.width))
-    return MixturePlan(plan, plan) if sizes.is_e2m1 and are_whole else None
+    if not sizes.is_e2m1 or any(size % sizes.group or size % plan.tile_n for size in (sizes.hidden, sizes.width)):
+        return None
+    return MixturePlan(plan, plan)
 
 
 def _few(num_outputs: int, num_inputs: int, tile_n: int, most_inputs: int, group: int) -> FewPlan | None:

@@ -21,8 +21,8 @@ def passes(
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{name} would be tried while a graph is captured: run the step once before")
     try:
-        expected = torchs().float()
-        error = ((ours().float() - expected).norm() / expected.norm()).item()
+        expected = torchs()
+        error = relative_error(ours(), expected)
     except Exception as failure:
         logger.warning("%s failed its trial and is not used: %s", name, failure)
         return False
@@ -30,6 +30,12 @@ def passes(
         logger.warning("%s was wrong by %.1e in its trial and is not used", name, error)
         return False
     return True
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference over that of what was expected. Waits for the device."""
+    expected = expected.float()
+    return ((actual.float() - expected).norm() / expected.norm()).item()
 
 
 def random_matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:

@@ -159,24 +159,28 @@ def check_hand_overs(folder: Path, prefill: list[NodeInfo], decode: list[NodeInf
         check_greedy(folder, random_prompt(length, length + i), result.output(), 24)
 
 
+def check_one_of_each(nodes: list[Node], prompts: list[list[int]], reference: Path, num_tokens: int) -> None:
+    """Each node answers one of the prompts, all at once, as `reference` does."""
+    client = Client(*(node.info for node in nodes))
+    try:
+        results = [
+            client.submit(f"r{i}", prompt, changed(GREEDY, max_tokens=num_tokens), decode=node.info)
+            for i, (node, prompt) in enumerate(zip(nodes, prompts, strict=True))
+        ]
+        client.wait()
+    finally:
+        client.close()
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.failed is None
+        check_greedy(reference, prompt, result.output(), num_tokens)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "form"), [(MODEL, "fp8_blocks"), ("mixtral_64", "awq")])
 def test_quantised_experts_in_a_group(kind: str, form: str, tmp_path: Path) -> None:
     folder, twin = quantised_folders(tiny_model(kind), tmp_path, form)
     with group_of("unified", folder) as nodes:
-        client = Client(*(node.info for node in nodes))
-        prompts = [random_prompt(length, length) for length in (17, 60)]
-        try:
-            results = [
-                client.submit(f"q{i}", prompt, changed(GREEDY, max_tokens=24), decode=node.info)
-                for i, (node, prompt) in enumerate(zip(nodes, prompts, strict=True))
-            ]
-            client.wait()
-        finally:
-            client.close()
-        for prompt, result in zip(prompts, results, strict=True):
-            assert result.failed is None
-            check_greedy(twin, prompt, result.output(), 24)
+        check_one_of_each(nodes, [random_prompt(length, length) for length in (17, 60)], twin, 24)
 
 
 @pytest.mark.slow
@@ -185,18 +189,7 @@ def test_guesses_in_a_group() -> None:
     folder = tiny_model(MODEL)
     speculative = '{"method": "ngram", "num_speculative_tokens": 3}'
     with group_of("unified", folder, speculative_config=speculative) as nodes:
-        client = Client(*(node.info for node in nodes))
-        try:
-            prompts = [random_prompt(8, seed=5) * 6, random_prompt(50, seed=6)]
-            results = [
-                client.submit(f"g{i}", prompt, changed(GREEDY, max_tokens=64), decode=node.info)
-                for i, (node, prompt) in enumerate(zip(nodes, prompts, strict=True))
-            ]
-            client.wait()
-        finally:
-            client.close()
-        for prompt, result in zip(prompts, results, strict=True):
-            check_greedy(folder, prompt, result.output(), 64)
+        check_one_of_each(nodes, [random_prompt(8, seed=5) * 6, random_prompt(50, seed=6)], folder, 64)
 
 
 def test_a_drained_node_stays_until_the_others_need_it_no_more() -> None:

@@ -16,6 +16,7 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.blocks.window import NO_WINDOW, BlockWindow
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.hashing import Secrecy, root_hash
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import AdapterRef, FirstToken
 from tandem.engine.scheduling.beams.search import BeamSearch
@@ -286,6 +287,20 @@ class Harness:
         tokens, reason = expected(request.prompt.token_ids.tolist(), sample, request.prompt.sampling, prior)
         assert self.tokens.get((name, sample)) == tokens
         assert self.finished[name, sample] in (reason, "first")
+
+    def abort_one(self, chance: random.Random) -> None:
+        """Aborts some request, and forgets it."""
+        aborted = chance.choice(list(self.requests))
+        self.scheduler.state.abort(AttemptKey(aborted, 0))
+        del self.requests[aborted]
+
+    def run_to_the_end(self) -> None:
+        """Runs all requests that aren't forgotten to their right ends, until nothing is copied any more."""
+        self.run()
+        self.settle()
+        for name in self.requests:
+            self.assert_output(name)
+        self.assert_empty()
 
     def settle(self, limit: int = 300) -> None:
         """Idle turns, until nothing is copied any more."""

@@ -10,7 +10,6 @@ import pytest
 from engine_harness import BLOCK, Harness
 
 from tandem.engine.blocks.pool import BlockPool
-from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.scheduling.allocator import KVAllocator
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.builder import StepBuilder
@@ -31,9 +30,7 @@ def traffic(seed: int) -> None:
             eos = chance.random() < 0.5
             harness.add(f"r{turn}", prompt, samples, max_tokens=chance.randint(1, 12), ignore_eos=eos)
         if chance.random() < 0.1 and harness.requests:
-            aborted = chance.choice(list(harness.requests))
-            harness.scheduler.state.abort(AttemptKey(aborted, 0))
-            del harness.requests[aborted]
+            harness.abort_one(chance)
         blocks = harness.pool.allocate_grantable(2) if chance.random() < 0.2 else None
         if blocks is not None:
             granted.append(blocks)

@@ -281,13 +281,7 @@ def helped_traffic(seed: int) -> int:
             prompt = [chance.randint(0, 5)] * chance.choice((11, 18, 23, 30)) + [chance.randint(0, 1)]
             harness.add(f"r{turn}", prompt, max_tokens=1, num_nodes=2)
         if chance.random() < 0.05 and harness.requests:
-            aborted = chance.choice(list(harness.requests))
-            harness.scheduler.state.abort(AttemptKey(aborted, 0))
-            del harness.requests[aborted]
+            harness.abort_one(chance)
         harness.step()
-    harness.run()
-    harness.settle()
-    for name in harness.requests:
-        harness.assert_output(name)
-    harness.assert_empty()
+    harness.run_to_the_end()
     return int(harness.tiers.manager.counts()["tier_blocks_lost"])

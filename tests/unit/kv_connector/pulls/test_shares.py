@@ -103,15 +103,13 @@ def to_moment(world: ShareWorld, moment: int) -> bool:
     raise AssertionError("a dead end")
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(
-    ("num_blocks", "every"),
-    [(TWO, 7), pytest.param(TWO, 1, marks=pytest.mark.slow), pytest.param(THREE, 1, marks=pytest.mark.slow)],
-)
-def test_each_fault_at_each_moment(fault: str, num_blocks: tuple[int, ...], every: int) -> None:
+def check_each_moment(
+    start: Callable[[], ShareWorld], fault: str, every: int, check: Callable[[ShareWorld], None] = lambda world: None
+) -> None:
+    """The fault at each moment, or some, of the only prompt of a world. `check` looks at the world in the end."""
     ends: dict[str, int] = {}
     for moment in range(0, 1000, every):
-        world = started(*num_blocks)
+        world = start()
         if not to_moment(world, moment):
             break
         FAULTS[fault](world)
@@ -122,8 +120,18 @@ def test_each_fault_at_each_moment(fault: str, num_blocks: tuple[int, ...], ever
             continue
         end = ended(world)
         ends[end] = ends.get(end, 0) + 1
+        check(world)
     assert moment > 40, "little of this showed anything"
     assert set(ends) <= {"done", "cancelled", "help_lost"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("num_blocks", "every"),
+    [(TWO, 7), pytest.param(TWO, 1, marks=pytest.mark.slow), pytest.param(THREE, 1, marks=pytest.mark.slow)],
+)
+def test_each_fault_at_each_moment(fault: str, num_blocks: tuple[int, ...], every: int) -> None:
+    check_each_moment(lambda: started(*num_blocks), fault, every)
 
 
 @pytest.fixture
@@ -232,24 +240,18 @@ def test_who_is_asked_and_waits_takes_no_blocks_for_a_peer_that_is_gone_or_when_
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("nothing_is_saved_ahead")
 def test_each_fault_at_each_moment_where_way_is_made(fault: str, every: int) -> None:
-    ends: dict[str, int] = {}
-    for moment in range(0, 1000, every):
-        world, cached = full_of_prompts()
+    cached: list[list[bytes]] = []
+
+    def start() -> ShareWorld:
+        world, cached[:] = full_of_prompts()
         world.submit("r", 5 * CHUNK - 3, 0, [1])
-        if not to_moment(world, moment):
-            break
-        FAULTS[fault](world)
-        if fault == "another prompt":
-            world.run()
-            world.check_whole()
-            assert not any(isinstance(each, RequestFailed) for each in world.told)
-            continue
-        end = ended(world)
-        ends[end] = ends.get(end, 0) + 1
+        return world
+
+    def check(world: ShareWorld) -> None:
         if fault not in ("late", "silence"):  # then it has had its time
             assert num_gone(world, cached) == [0, 0]
-    assert moment > 40, "little of this showed anything"
-    assert set(ends) <= {"done", "cancelled", "help_lost"}
+
+    check_each_moment(start, fault, every, check)
 
 
 def test_an_attempt_finds_what_was_verified_when_the_one_before_failed() -> None:

@@ -10,7 +10,6 @@ import pytest
 from engine_harness import Harness
 
 from tandem.engine.blocks.pool import BlockPool
-from tandem.engine.contracts.keys import AttemptKey
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import JobDone, Load, Save
 from tandem.kv_connector.tiers.manager import TierManager
@@ -33,15 +32,9 @@ def traffic(seed: int) -> int:
             eos = chance.random() < 0.7
             harness.add(f"r{turn}", prompt, max_tokens=chance.randint(1, 9), ignore_eos=not eos)
         if chance.random() < 0.1 and harness.requests:
-            aborted = chance.choice(list(harness.requests))
-            harness.scheduler.state.abort(AttemptKey(aborted, 0))
-            del harness.requests[aborted]
+            harness.abort_one(chance)
         harness.step()
-    harness.run()
-    harness.settle()
-    for name in harness.requests:
-        harness.assert_output(name)
-    harness.assert_empty()
+    harness.run_to_the_end()
     assert harness.tiers is not None
     return harness.tiers.manager.promoter.counters.host_hits
 
