@@ -2,7 +2,7 @@
 
 A decode step brings one token a sequence. A short chunk of a prompt can come as well, each of its tokens as a row of
 its own, and so do guesses behind a sequence's newest token: the rows store their keys before any of them reads, and
-each reads as far as its own position (not so in the smallest graphs of decodes, see `kind_for`). Launched kernel by
+each reads as far as its own position (not so in the smallest graphs of decodes, see `graph_for`). Launched kernel by
 kernel, such a step would take the host several times as long as it takes the device.
 
 Each graph has a fixed number of rows; a step takes the smallest that holds its rows and pads with slot -1. All graphs
@@ -232,7 +232,7 @@ def _least_size(num_rows: int, rows_follow: bool) -> int:
 
 def _follow(rows: Sequence[ScheduledRow]) -> bool:
     """Whether several of these rows, of one token each, are one sequence's; not looked for in more rows than matter."""
-    return rows_follow(rows[: MOST_ROWS + 1])
+    return len(rows) <= MOST_ROWS and rows_follow(rows)
 
 
 class DecodeGraphs:
@@ -257,12 +257,13 @@ class DecodeGraphs:
         layer's block table, where there are several. `group`: whose nodes agree on the size of each step."""
         self.batch = DecodeBatch(model, state, max_rows, max_model_len, shift_S, spans, features, table_of)
         self.sizes = graph_sizes(max_rows)
-        self.shared_sizes = [] if sharing is None else shared_graph_sizes(max_rows)
-        coarse = shared_graph_sizes if group is None else graph_sizes
-        self.adapted_sizes = coarse(max_rows) if with_adapters else []
-        # A group agrees on sizes of plain graphs.
-        has_others = group is None and few_rows_attention.has_kernel(state.device)
-        self.following_sizes = [size for size in self.sizes if 1 < size <= MOST_ROWS] if has_others else []
+        self.sizes_of: dict[StepKind, list[int]] = {"plain": self.sizes}
+        if sharing is not None:
+            self.sizes_of["shared"] = shared_graph_sizes(max_rows)
+        if with_adapters:  # a group agrees on sizes of plain graphs
+            self.sizes_of["adapted"] = self.sizes if group is not None else shared_graph_sizes(max_rows)
+        if group is None and few_rows_attention.has_kernel(state.device):
+            self.sizes_of["following"] = [size for size in self.sizes if 1 < size <= MOST_ROWS]
         self._group = group
         self._sharing = sharing
         self._members = 1 if sharing is None else sharing.members
@@ -271,7 +272,7 @@ class DecodeGraphs:
 
     @property
     def num_graphs(self) -> int:
-        return len(self.sizes) + len(self.shared_sizes) + len(self.adapted_sizes) + len(self.following_sizes)
+        return sum(map(len, self.sizes_of.values()))
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -280,22 +281,15 @@ class DecodeGraphs:
         stream = torch.cuda.Stream(self.batch.device)  # torch's own would be that of the process's first capture
         pool = None
         with without_garbage():
-            for size in reversed(self.sizes):
-                pool = self._capture(size, "plain", None, pool, stream)
-            for size in reversed(self.shared_sizes):
-                assert self._sharing is not None
-                pool = self._capture(size, "shared", self._sharing.nothing(size), pool, stream)
-            for size in reversed(self.adapted_sizes):
-                pool = self._capture(size, "adapted", None, pool, stream)
-            for size in reversed(self.following_sizes):
-                pool = self._capture(size, "following", None, pool, stream)
+            for kind, sizes in self.sizes_of.items():
+                for size in reversed(sizes):
+                    pool = self._capture(size, kind, pool, stream)
         if self._group is not None:
             self._group.replay(self.sizes)
 
-    def _capture(
-        self, size: int, kind: StepKind, prefixes: SharedPrefixes | None, pool: Any, stream: torch.cuda.Stream
-    ) -> Any:
+    def _capture(self, size: int, kind: StepKind, pool: Any, stream: torch.cuda.Stream) -> Any:
         """Captures one graph in the memory pool (None: a new one) -> the pool."""
+        prefixes = self._sharing.nothing(size) if kind == "shared" and self._sharing is not None else None
         how = kind == "adapted", kind == "following"
         self.batch.fill((), size, kind == "adapted")
         logits = self.batch.forward(size, prefixes, None, *how)  # compiles kernels, makes constants: not under capture
@@ -315,11 +309,11 @@ class DecodeGraphs:
         if not self.fit_group:
             return False
         num_tokens = sum(row.num_tokens for row in rows)
-        follows = num_tokens > len(rows) or _follow(rows)
-        least = num_tokens if self.following_sizes else _least_size(num_tokens, follows)
-        if num_tokens == len(rows):  # what guesses read is read by decodes, too
-            return least <= self.sizes[-1]
-        return least <= self.sizes[-1] and sum(map(self._reads, rows)) <= MAX_CHUNK_READS
+        follow = "following" not in self.sizes_of and (num_tokens > len(rows) or _follow(rows))
+        if _least_size(num_tokens, follow) > self.sizes[-1]:
+            return False
+        # What guesses read is read by decodes, too.
+        return num_tokens == len(rows) or sum(map(self._reads, rows)) <= MAX_CHUNK_READS
 
     @property
     def fit_group(self) -> bool:
@@ -330,24 +324,26 @@ class DecodeGraphs:
     def _agreed(self) -> int | None:
         return None if self._group is None else self._group.capacity
 
-    def kind_for(self, rows: Sequence[ScheduledRow]) -> StepKind:
-        """The kind of graph that runs rows of one token each. Of few rows a plain or adapted one may take the whole of
+    def graph_for(self, rows: Sequence[ScheduledRow]) -> tuple[int, StepKind]:
+        """The graph that runs rows of one token each. Of few rows a plain or adapted one may take the whole of
         attention in one launch, in which no row sees what another stores."""
-        if self.adapted_sizes and self.batch.adapters_of(rows).any():
+        follow, kind = _follow(rows), self._kind_for(rows)
+        if follow and kind == "plain" and "following" in self.sizes_of:
+            kind = "following"
+        if self._agreed is not None:
+            # Rows of a size that nodes agreed on whose rows don't share read what they share alone.
+            return self._agreed, kind if self._agreed in self.sizes_of[kind] else "plain"
+        least = _least_size(len(rows), follow and kind in ("plain", "adapted"))
+        sizes = self.sizes_of[kind]
+        return sizes[bisect.bisect_left(sizes, least)], kind
+
+    def _kind_for(self, rows: Sequence[ScheduledRow]) -> StepKind:
+        """By what the rows take, not by whose they are."""
+        if "adapted" in self.sizes_of and self.batch.adapters_of(rows).any():
             return "adapted"
         if self._sharing is not None and self._sharing.of_rows(rows) is not None:
             return "shared"  # of_rows has put the prefixes where the graphs look for them
-        return "following" if self.following_sizes and len(rows) <= MOST_ROWS and _follow(rows) else "plain"
-
-    def size_for(self, rows: Sequence[ScheduledRow], kind: StepKind = "plain") -> int:
-        """The size of the graph that runs rows of one token each."""
-        if self._agreed is not None:
-            return self._agreed
-        if kind in ("shared", "following"):
-            sizes = self.shared_sizes if kind == "shared" else self.following_sizes
-            return sizes[bisect.bisect_left(sizes, len(rows))]
-        sizes = self.adapted_sizes if kind == "adapted" else self.sizes
-        return sizes[bisect.bisect_left(sizes, _least_size(len(rows), _follow(rows)))]
+        return "plain"
 
     def _reads(self, row: ScheduledRow) -> int:
         """Tokens whose keys a chunk's rows read; what lies before the chunk they may read together."""
@@ -362,10 +358,7 @@ class DecodeGraphs:
     def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
         """Logits [R, V] of one token a row, in the graphs' memory: valid until the next run on this stream."""
         assert self._logits_GV is not None, "capture comes first"
-        kind = self.kind_for(rows)
-        size = self.size_for(rows, kind)
-        if (size, kind) not in self._graphs:
-            kind = "plain"  # a size agreed on with nodes whose rows don't share; these rows read what they share alone
+        size, kind = self.graph_for(rows)
         self.batch.fill(rows, size, kind == "adapted")
         self._graphs[size, kind].replay()
         return self._logits_GV[: len(rows)]

@@ -31,7 +31,7 @@ class RunsDirectly(DecodeGraphs):
 
     def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
         self.num_runs += 1
-        size = self.size_for(rows)
+        size, _ = self.graph_for(rows)
         self.batch.fill(rows, size)
         return self.batch.forward(size)[: len(rows)]
 

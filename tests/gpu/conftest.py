@@ -11,6 +11,20 @@ import torch
 KEPT_BYTES = 1 << 30  # a guess: what a process may keep of a GPU that many processes test on
 
 
+def turn_devices(worker: str) -> None:
+    """Lets each process of pytest-xdist (gw0, gw1, ...) begin with another GPU, and see them all. Comes before the
+    first use of CUDA."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(index) for index in range(torch.cuda.device_count())] if given is None else given.split(",")
+    if len(devices) > 1:
+        first = int(worker.removeprefix("gw")) % len(devices)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first:] + devices[:first])
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    turn_devices(os.environ["PYTEST_XDIST_WORKER"])
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A sticky error fails each later call of its process. The test that caused it has told of its failure when this

@@ -3,9 +3,9 @@
     python tests/gpu/run.py               all tests (`make test-gpu`)
     python tests/gpu/run.py --several     those alone that use several GPUs, as many as there are
 
-Further arguments go to pytest. Tests of kernels are dealt out one by one, those of nodes by the file, at the same time;
-those marked `alone` measure the GPU's memory and come last, one after the other. GPU_SUITE_COMMIT names the commit
-where there is no history, GPU_SUITE_S how many seconds each of the two parts may take.
+Further arguments go to pytest. Tests of kernels and those of nodes run at the same time, each process on another of the
+GPUs first; those marked `alone` measure the GPU's memory and come last, one after the other. GPU_SUITE_COMMIT names the
+commit where there is no history, GPU_SUITE_S how many seconds each of the two parts may take.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> int:
     parts = [
         [
             Phase("gpu and not alone and not several_gpus", ("-n", str(KERNEL_WORKERS), "--dist", "worksteal")),
-            Phase("several_gpus and not alone", ("-n", str(NODE_WORKERS), "--dist", "loadfile")),
+            Phase("several_gpus and not alone", ("-n", str(NODE_WORKERS), "--dist", "loadgroup")),
         ],
         [Phase("alone", ("-n", "0"))],
     ]

@@ -22,6 +22,7 @@ from tiny_models import check_greedy, random_prompt, tiny_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.several_gpus,
+    pytest.mark.xdist_group("expert_groups"),  # nodes that all tests ask
     pytest.mark.usefixtures("few_threads"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]

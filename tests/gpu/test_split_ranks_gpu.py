@@ -22,6 +22,7 @@ from tiny_models import check_greedy, random_prompt, reference_greedy, tiny_mode
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.several_gpus,
+    pytest.mark.xdist_group("split_ranks"),  # nodes that all tests ask
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"

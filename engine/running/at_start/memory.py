@@ -67,7 +67,7 @@ def _graph_bytes(runner: ModelRunner, device: torch.device) -> int:
     def compute_largest() -> int:
         graphs = runner.new_graphs()
         graphs.batch.fill((), runner.max_graph_rows)
-        graphs.batch.forward(runner.max_graph_rows, with_adapters=bool(graphs.adapted_sizes))
+        graphs.batch.forward(runner.max_graph_rows, with_adapters="adapted" in graphs.sizes_of)
         return graphs.num_graphs * DRIVER_BYTES_PER_GRAPH
 
     return _held_bytes(compute_largest, device)

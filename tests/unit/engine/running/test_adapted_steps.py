@@ -34,9 +34,9 @@ class RunsDirectly(DecodeGraphs):
     num_adapted = 0
 
     def run(self, rows):  # type: ignore[no-untyped-def]
-        adapted = bool(self.batch.adapters_of(rows).any())
+        size, kind = self.graph_for(rows)
+        adapted = kind == "adapted"
         self.num_adapted += adapted
-        size = self.size_for(rows, "adapted" if adapted else "plain")
         self.batch.fill(rows, size, adapted)
         return self.batch.forward(size, with_adapters=adapted)[: len(rows)]
 

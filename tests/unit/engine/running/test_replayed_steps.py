@@ -122,9 +122,10 @@ def test_tokens_of_one_prompt_never_run_in_one_launch() -> None:
         chunk = [ScheduledRow(0, position, 1) for position in range(num_tokens)]
         decodes = [ScheduledRow(slot, 40, 1) for slot in range(num_tokens)]
         padding = [ScheduledRow(-1, 0, 1)] * num_tokens
-        assert graphs.size_for(chunk) > MOST_ROWS
-        assert graphs.size_for([*chunk[:2], *decodes[1:]]) > MOST_ROWS
-        assert graphs.size_for(decodes) == graphs.size_for(padding) == next(n for n in graphs.sizes if n >= num_tokens)
+        assert graphs.graph_for(chunk)[0] > MOST_ROWS
+        assert graphs.graph_for([*chunk[:2], *decodes[1:]])[0] > MOST_ROWS
+        least = next(size for size in graphs.sizes if size >= num_tokens)
+        assert graphs.graph_for(decodes) == graphs.graph_for(padding) == (least, "plain")
     small = RunsDirectly(runner.model, runner.state, MOST_ROWS, MAX_LEN)
     assert small.takes([ScheduledRow(slot, 40, 1) for slot in range(MOST_ROWS)])
     assert not small.takes([ScheduledRow(0, 0, 2)])
@@ -135,18 +136,18 @@ def test_few_tokens_of_one_prompt_have_graphs_of_their_own(monkeypatch: pytest.M
     monkeypatch.setattr(few_rows_attention, "has_kernel", lambda device: True)
     runner = make_runner(tiny_model("llama"))
     graphs = DecodeGraphs(runner.model, runner.state, MOST_ROWS, MAX_LEN)
-    assert graphs.num_graphs == len(graphs.sizes) + len(graphs.following_sizes)
+    assert graphs.num_graphs == len(graphs.sizes) + len(graphs.sizes_of["following"])
     for num_tokens in range(2, MOST_ROWS + 1):
         chunk = [ScheduledRow(0, position, 1) for position in range(num_tokens)]
         decodes = [ScheduledRow(slot, 40, 1) for slot in range(num_tokens)]
         assert graphs.takes(chunk)
         assert graphs.takes([ScheduledRow(0, 0, num_tokens)])
-        assert graphs.kind_for(chunk) == graphs.kind_for([*chunk[:2], *decodes[2:]]) == "following"
-        assert graphs.kind_for(decodes) == "plain"
-        assert graphs.size_for(chunk, "following") == next(n for n in graphs.sizes if n >= num_tokens)
+        least = next(size for size in graphs.sizes if size >= num_tokens)
+        assert graphs.graph_for(chunk) == graphs.graph_for([*chunk[:2], *decodes[2:]]) == (least, "following")
+        assert graphs.graph_for(decodes) == (least, "plain")
     many = [ScheduledRow(0, position, 1) for position in range(MOST_ROWS + 1)]
     assert not graphs.takes(many)
-    assert DecodeGraphs(runner.model, runner.state, 2 * MOST_ROWS, MAX_LEN).kind_for(many) == "plain"
+    assert DecodeGraphs(runner.model, runner.state, 2 * MOST_ROWS, MAX_LEN).graph_for(many) == (16, "plain")
 
 
 def test_a_steps_words_may_be_filled_anywhere() -> None:
