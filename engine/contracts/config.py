@@ -54,7 +54,7 @@ class ModelOptions:
     ] = "auto"
     max_model_len: Annotated[Count, "longest prompt plus output, in tokens; 0: the model's own limit"] = 0
     quantization: Annotated[
-        Literal["auto", "fp8", "awq", "gptq", "compressed-tensors"],
+        Literal["auto", "fp8", "awq", "gptq", "compressed-tensors", "mxfp4"],
         "how weights are quantised; auto: as the checkpoint says. fp8 makes them so while a checkpoint of 16 bits is "
         "loaded (docs/quantised_weights.md)",
     ] = "auto"

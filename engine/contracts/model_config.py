@@ -18,7 +18,7 @@ from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.contracts.generation_config import eos_token_ids, read_json_object, token_ids
 from tandem.engine.contracts.model_folder import resolve_model
 from tandem.engine.contracts.rope_config import LAYER_TYPES, RopeConfig, RopeFields, read_rope
-from tandem.engine.contracts.weights.quantisation import Quantisation, read_quantisation
+from tandem.engine.contracts.weights.quantisation import MXFP4, Quantisation, read_quantisation
 
 __all__ = ["ModelConfig", "RopeConfig", "load_model_config", "resolve_model"]
 
@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",  # with experts in MXFP4 alone
 }
 # Fields that change what transformers computes, stores or loads in any architecture -> what the user can do.
 REFUSED_IF_SET = {
@@ -146,6 +147,18 @@ class _Qwen3Moe(_Experts, kw_only=True):
     mlp_only_layers: list[int] | None = None
 
 
+class _GptOss(_Experts, kw_only=True):
+    default_theta: ClassVar[float] = 150000.0
+    num_key_value_heads: Size | None = 8
+    head_dim: Size | None = 64
+    num_experts_per_tok: Count = 4
+    rms_norm_eps: Annotated[float, Meta(ge=0)] = 1e-5
+    attention_bias: bool = True
+    sliding_window: Size | None = 128
+    swiglu_alpha: float = 1.702
+    swiglu_limit: Annotated[float, Meta(gt=0)] = 7.0
+
+
 class _Deepseek(_Fields, kw_only=True):
     """What DeepSeek-V2 and V3 have both. transformers writes `head_dim` itself, and takes other names for counts."""
 
@@ -207,14 +220,17 @@ FIELDS: dict[str, type[_Llama | _Mistral | _Qwen2 | _Experts | _Deepseek]] = {
     "qwen3_moe": _Qwen3Moe,
     "deepseek_v2": _DeepseekV2,
     "deepseek_v3": _DeepseekV3,
+    "gpt_oss": _GptOss,
 }
+GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
 class MixtureConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Layers' MLPs that are mixtures of experts: `width` columns each, of which a token takes the best `top_k`, and
     `shared_width` columns more that all tokens take, of experts that they share. How they are chosen:
     kernels/experts/plans.py, Routing; `has_bias`: checkpoints have one for it, and `exact_scores`: scores are made in
-    fp32."""
+    fp32. `has_biases`: so have what makes scores and the experts' products. `clamp`: alpha and limit of GPT-OSS's gate
+    in place of SiLU (the same file's Clamp)."""
 
     num_experts: int
     top_k: int
@@ -227,6 +243,8 @@ class MixtureConfig(msgspec.Struct, frozen=True, kw_only=True):
     factor: float = 1.0
     has_bias: bool = False
     exact_scores: bool = False
+    has_biases: bool = False
+    clamp: tuple[float, float] | None = None
     shared_width: int = 0
     dense_layers: tuple[int, ...] = ()  # these have an MLP of `intermediate_size` instead
     held: tuple[int, int] | None = None  # the first expert of this rank, and the one after its last; None: all are its
@@ -282,6 +300,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool = False
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()  # per layer, empty: all layers alike
+    has_sinks: bool = False
     tie_word_embeddings: bool = False
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
@@ -329,9 +348,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_native(folder: Path) -> bool:
-    """Whether this engine has modules of its own for the folder's architecture, or nothing says what it is. Raises
+    """Whether this engine has modules of its own for the folder's model, or nothing says what it is. Raises
     CheckpointError."""
-    kind = (read_json_object(folder / "config.json") or {}).get("model_type")
+    raw = read_json_object(folder / "config.json") or {}
+    kind, given = raw.get("model_type"), raw.get("quantization_config")
+    if kind == "gpt_oss":  # its experts in 16 bits, which have biases, no kernel of ours takes
+        return isinstance(given, dict) and given.get("quant_method") == MXFP4
     return not isinstance(kind, str) or kind in ARCHITECTURES
 
 
@@ -365,9 +387,15 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
     """The model that config.json's object `raw` describes. Raises ValueError that names the field."""
     architecture = _architecture(raw)
     fields = _checked_fields(raw, architecture)
-    bias = isinstance(fields, _Llama | _Qwen3 | _Qwen3Moe) and fields.attention_bias
+    bias = isinstance(fields, _Llama | _Qwen3 | _Qwen3Moe | _GptOss) and fields.attention_bias
     window, layers = _sliding(fields)
-    rope = read_rope(fields)
+    if isinstance(fields, _GptOss) and fields.rope_parameters is None:
+        fields.rope_parameters = dict(GPT_OSS_ROPE)
+    rope, quantisation = read_rope(fields), read_quantisation(raw)
+    if (quantisation is not None and quantisation.stored == MXFP4) != isinstance(fields, _GptOss):
+        raise ValueError(
+            "of gpt_oss alone, and of that alone, experts are in MXFP4: serve it with --model-impl transformers"
+        )
     kv_heads = fields.num_key_value_heads or fields.num_attention_heads
     if isinstance(fields, _Deepseek):
         _check_deepseek(fields, kv_heads, rope)
@@ -394,12 +422,13 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
         qk_norm=architecture in ("qwen3", "qwen3_moe"),
         sliding_window=window,
         sliding_layers=layers,
+        has_sinks=isinstance(fields, _GptOss),
         tie_word_embeddings=fields.tie_word_embeddings,
         dtype=_dtype(fields),
         eos_token_ids=token_ids(fields.eos_token_id),
         bos_token_id=fields.bos_token_id,
         blocksparse=fields.blocksparse_params,
-        quantisation=read_quantisation(raw),
+        quantisation=quantisation,
         mixture=_mixture_of(fields),
         latents=_latents(fields) if isinstance(fields, _Deepseek) else None,
     )
@@ -505,7 +534,10 @@ def _mixture(fields: _Experts) -> MixtureConfig:
     if fields.num_experts_per_tok > num_experts:
         raise ValueError(f"num_experts_per_tok {fields.num_experts_per_tok} is more than the {num_experts} experts")
     if not isinstance(fields, _Qwen3Moe):
-        return MixtureConfig(num_experts=num_experts, top_k=fields.num_experts_per_tok, width=fields.intermediate_size)
+        plain = MixtureConfig(num_experts=num_experts, top_k=fields.num_experts_per_tok, width=fields.intermediate_size)
+        if not isinstance(fields, _GptOss):
+            return plain
+        return msgspec.structs.replace(plain, has_biases=True, clamp=(fields.swiglu_alpha, fields.swiglu_limit))
     step, dense = fields.decoder_sparse_step, set(fields.mlp_only_layers or ())
     return MixtureConfig(
         num_experts=num_experts,
@@ -571,6 +603,8 @@ def _sliding(fields: _Llama | _Mistral | _Qwen2 | _Experts | _Deepseek) -> tuple
         if fields.layer_types is not UNSET:
             raise ValueError("layer_types makes a mistral model a ministral one, which is not supported")
         return fields.sliding_window, ()
+    if isinstance(fields, _GptOss):
+        return fields.sliding_window, _alternating(fields)
     if isinstance(fields, _Experts):
         if fields.layer_types is not None:
             raise ValueError("layer_types is not supported beside experts: all layers attend alike; take it out")
@@ -593,3 +627,16 @@ def _sliding(fields: _Llama | _Mistral | _Qwen2 | _Experts | _Deepseek) -> tuple
     if types is not None:
         return window, tuple(kind == "sliding_attention" for kind in types)
     return window, tuple(layer >= fields.max_window_layers for layer in range(num_layers))
+
+
+def _alternating(fields: _GptOss) -> tuple[bool, ...]:
+    """For each layer whether it has the window: every second, from the first on, where nothing else is said. Raises
+    ValueError."""
+    num_layers, types = fields.num_hidden_layers, fields.layer_types
+    if types is None:
+        types = [LAYER_TYPES[1 - layer % 2] for layer in range(num_layers)]
+    if len(types) != num_layers or not set(types) <= set(LAYER_TYPES):
+        raise ValueError(f"layer_types must say {' or '.join(LAYER_TYPES)} {num_layers} times")
+    if fields.sliding_window is None:
+        raise ValueError("sliding_window is not set, without which transformers builds no gpt_oss; name it")
+    return tuple(kind == "sliding_attention" for kind in types)

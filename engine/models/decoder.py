@@ -1,5 +1,5 @@
-"""One decoder for Llama, Mistral, Mixtral, Qwen2, MiMo, Qwen3, Qwen3-MoE and DeepSeek-V2 and V3, in plain PyTorch
-over tandem's attention.
+"""One decoder for Llama, Mistral, Mixtral, Qwen2, MiMo, Qwen3, Qwen3-MoE, DeepSeek-V2 and V3, and GPT-OSS in MXFP4, in
+plain PyTorch over tandem's attention.
 
 Legend: T tokens of the step (all sequences one after another), R of a step of few rows, N of them wanted, E hidden
 size, V vocabulary. Projections of layers are merged: QKV into one matrix, gate and up into one.

@@ -65,8 +65,7 @@ def load_model(
     model = DecoderModel(config, dtype, device, attention_backend, group, scale_dtype, expert_group)
     targets, shard = _own_targets(model), model.shard
     cuts = {name: shard.cut(name, config) for name in targets}
-    layers = quantised_layers.layers_of(model)
-    with LoadMeter(len(targets) + len(layers), on_loaded) as progress:
+    with LoadMeter(len(targets) + quantised_layers.num_layers(model), on_loaded) as progress:
         for name, tensor in read_tensors({name: stored[name] for name in targets}, cuts):
             shard.fill(name, targets[name], tensor)
             progress.update()

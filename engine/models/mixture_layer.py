@@ -10,15 +10,15 @@ from torch import nn
 
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_config import MixtureConfig
-from tandem.engine.contracts.weights.quantisation import Quantisation
+from tandem.engine.contracts.weights.quantisation import MXFP4, Quantisation
 from tandem.engine.models.layers.basic import Linear
 from tandem.engine.models.layers.mlp import MLP
 from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.kernels.api.forward_context import slots_of_pass
 from tandem.kernels.experts.mixture import Stack, add_mixture, mixture, takes_few
-from tandem.kernels.experts.plans import Routing
+from tandem.kernels.experts.plans import Clamp, Routing
 from tandem.kernels.experts.routing import exact_logits, route
-from tandem.kernels.experts.stacked import StackedWeight, empty_stacked
+from tandem.kernels.experts.stacked import StackedWeight, empty_mxfp4, empty_stacked
 from tandem.kernels.experts.tally import Tally
 from tandem.kernels.products import few_rows
 from tandem.kernels.products.matmul import linear
@@ -58,17 +58,21 @@ class StackedExperts(nn.Module):
         if how.leaves_out_all(name for names in first for name in names):
             return
         for name, shape in shapes.items():
+            dtype = getattr(self, name).dtype
             delattr(self, name)
             num_experts, num_outputs, num_inputs = shape
             if how.bits == 4 and num_inputs % how.least_inputs:
                 raise ValueError(f"{num_inputs} inputs are no whole groups of {how.least_inputs}")
+            if how.stored == MXFP4:
+                setattr(self, name, empty_mxfp4(num_experts, num_outputs, num_inputs, dtype, device))
+                continue
             int4_scales = scale_dtype if how.bits == 4 else None
             setattr(self, name, empty_stacked(num_experts, num_outputs, num_inputs, how.group, device, int4_scales))
 
     def quantised(self) -> dict[str, StackedWeight]:
-        """Own name -> matrices of all experts, where they are quantised."""
+        """Own name -> matrices of all experts, where they are quantised and each is a layer of the checkpoint."""
         both = {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
-        return {name: each for name, each in both.items() if isinstance(each, StackedWeight)}
+        return {name: each for name, each in both.items() if isinstance(each, StackedWeight) and not each.is_e2m1}
 
 
 class ExpertScores(nn.Module):
@@ -79,6 +83,7 @@ class ExpertScores(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         bias = nn.Parameter(torch.empty(config.num_experts, dtype=torch.float32)) if config.has_bias else None
         self.e_score_correction_bias = bias
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.has_biases else None
 
 
 class MixtureOfExperts(nn.Module):
@@ -96,6 +101,7 @@ class MixtureOfExperts(nn.Module):
         )  # fmt: skip
         self._group: ExpertGroup | None = None
         self._has_exact_scores = config.exact_scores
+        self._clamp = None if config.clamp is None else Clamp(*config.clamp)
         self._counts_X: torch.Tensor | None = None
 
     def fold_shared(self) -> None:
@@ -129,8 +135,11 @@ class MixtureOfExperts(nn.Module):
         return route(logits_TX, self.routing, self.gate.e_score_correction_bias, tally)
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        product = exact_logits if self._has_exact_scores else linear
-        ids_Tk, weights_Tk = self._chosen(product(x_TE, self.gate.weight))
+        if self._has_exact_scores:
+            logits_TX = exact_logits(x_TE, self.gate.weight)
+        else:
+            logits_TX = linear(x_TE, self.gate.weight, self.gate.bias)
+        ids_Tk, weights_Tk = self._chosen(logits_TX)
         if self._group is None:
             out_TE = self._own_mixture(x_TE, ids_Tk, weights_Tk)
         else:
@@ -139,7 +148,8 @@ class MixtureOfExperts(nn.Module):
 
     def _own_mixture(self, x_TE: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor) -> torch.Tensor:
         experts, num_experts = self.experts, len(self.gate.weight) + self.routing.shared
-        return mixture(x_TE, ids_Tk, weights_Tk, experts.gate_up_proj, experts.down_proj, num_experts=num_experts)
+        matrices = experts.gate_up_proj, experts.down_proj
+        return mixture(x_TE, ids_Tk, weights_Tk, *matrices, self._clamp, num_experts)
 
     def forward_few_rows(self, residual_RE: torch.Tensor, gain_E: torch.Tensor, eps: float) -> None:
         """residual += mixture of the normalised residual, in four launches."""
@@ -154,6 +164,7 @@ class MixtureOfExperts(nn.Module):
         if (
             self._group is not None
             or self.shared_experts is not None
+            or self._clamp is not None
             or not takes_few(self.gate.weight[:1], self.routing.num_ids, *stacks)
         ):
             return ()
@@ -201,6 +212,8 @@ def mixture_parts(name: str, parameter: torch.Tensor, architecture: str, own: ra
     """Name in the checkpoint -> the part of the parameter `name` that it fills; none: it is of no mixture. `own`: the
     experts that the parameter holds."""
     layer, found, part_of = name.partition(".mlp.")
+    if architecture == "gpt_oss" and part_of in ("gate.weight", "gate.bias"):
+        return {f"model.{layer}.mlp.router.{part_of.removeprefix('gate.')}": parameter}
     if found and part_of == "gate.weight":
         block, _ = MIXTRAL if architecture == "mixtral" else PLAIN
         return {f"model.{layer}.{block}.gate.weight": parameter}

@@ -12,7 +12,8 @@ from torch import nn
 
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
 from tandem.engine.contracts.model_config import ModelConfig
-from tandem.engine.models import dummy_weights
+from tandem.engine.contracts.weights.quantisation import MXFP4
+from tandem.engine.models import dummy_weights, packed_experts
 from tandem.engine.models.layers.basic import Linear
 from tandem.engine.models.mixture_layer import StackedExperts, expert_layers
 from tandem.engine.models.stored_layers import made_of, needed_tensors, weight_of
@@ -71,11 +72,18 @@ def layers_of(model: HasLayers) -> dict[str, QuantisedWeight]:
     return found
 
 
+def num_layers(model: HasLayers) -> int:
+    """How many times `fill` tells that it has filled something."""
+    return len(layers_of(model)) + len(list(packed_experts.matrices_of(model)))
+
+
 def needed_of(whole: HasLayers) -> dict[str, Needed]:
     """Name -> what a checkpoint must hold for the quantised layers of a model that is not shared out."""
     how = whole.config.quantisation
     if how is None:
         return {}
+    if how.stored == MXFP4:
+        return packed_experts.needed_of(whole)
     return {
         f"{layer}.{own}": needed
         for layer, weight in layers_of(whole).items()
@@ -96,6 +104,9 @@ def fill(
     the numbers that a single one has. Raises CheckpointError."""
     how = model.config.quantisation
     if how is None:
+        return
+    if how.stored == MXFP4:
+        packed_experts.fill(model, stored, device, on_filled)
         return
     config, shard = model.config, model.shard
     with ExitStack() as stack:
@@ -118,6 +129,9 @@ def fill_with_noise(model: HasLayers, whole: HasLayers, dtype: torch.dtype, devi
     """Fills this rank's quantised layers with those made of what a model of 16 bits would be filled with."""
     how, config = model.config.quantisation, model.config
     if how is None:
+        return
+    if how.stored == MXFP4:
+        packed_experts.fill_with_noise(model, whole, dtype, device)
         return
     shard, layers = model.shard, layers_of(model)
     for name, weight in _quantised(whole):

@@ -87,6 +87,8 @@ class Shard:
     def cut(self, name: str, config: ModelConfig) -> Cut | None:
         """What this rank takes of the stored tensor `name`, a name of the checkpoint. None: all of it."""
         part = name.rpartition(".")[0].rpartition(".")[2]
+        if name.endswith(".sinks"):
+            return Cut(0, *self._run(config.num_heads))
         if part == "o_proj":
             start, stop = self._run(config.attended_size)
         elif config.latents is not None and part in ("q_proj", "q_b_proj", "kv_b_proj"):

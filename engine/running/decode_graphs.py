@@ -338,7 +338,7 @@ class DecodeGraphs:
         return sizes[bisect.bisect_left(sizes, least)], kind
 
     def _kind_for(self, rows: Sequence[ScheduledRow]) -> StepKind:
-        """By what the rows take, not by whose they are."""
+        """The kind that the rows need by what they take, not by whose they are."""
         if "adapted" in self.sizes_of and self.batch.adapters_of(rows).any():
             return "adapted"
         if self._sharing is not None and self._sharing.of_rows(rows) is not None:

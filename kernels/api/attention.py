@@ -89,6 +89,13 @@ class Attention(nn.Module):
         self.spec = replace(self.spec, kv_cache_dtype=kv_cache_dtype)
         self.k_scale, self.v_scale = k_scale, v_scale
 
+    def take_sinks(self, sinks: torch.Tensor) -> None:
+        """Says the sinks [num_heads], if they were not known when the layer was made. To be called before it is
+        used."""
+        assert not self._impls, "the layer has been used"
+        self.spec = replace(self.spec, sinks=sinks)
+        self._chains = {}
+
     def over_another_cache(self) -> Attention:
         """The same layer over a second cache of the dtype that is computed in, not bound yet. This one stays as it
         is."""

@@ -53,11 +53,14 @@ class StackedWeight:
         zeros_GN = None if self.zeros is None else self.zeros[expert, :, start:stop]
         return QuantisedWeight(self.values[expert, start:stop], scales_GN, zeros_GN, self.group)
 
-    def experts(self, first: int, end: int) -> StackedWeight:
-        """The matrices of some experts, a copy."""
-        scales, values = self.scales[first:end].clone(), self.values[first:end].clone()
-        bias, zeros = (None if each is None else each[first:end].clone() for each in (self.bias, self.zeros))
-        return StackedWeight(values, scales, self.group, bias, zeros)
+    def fill_e2m1(self, expert: int, codes_NK: torch.Tensor, exponents_NG: torch.Tensor, bias_N: torch.Tensor) -> None:
+        """An expert becomes uint8 codes with the exponents of their groups. Raises ValueError as `stacked_mxfp4`."""
+        assert self.is_e2m1, "others are filled by rows"
+        assert self.bias is not None, "they have biases"
+        made = stacked_mxfp4(codes_NK[None], exponents_NG[None])
+        self.values[expert].copy_(made.values[0])
+        self.scales[expert].copy_(made.scales[0])
+        self.bias[expert].copy_(bias_N)
 
     def dequantised(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
         """[N, K] of an expert, rounded once."""
@@ -93,6 +96,16 @@ def empty_stacked(
     values = torch.empty((num_experts, num_outputs, num_inputs // 2), dtype=torch.uint8, device=device)
     scales, zeros = (torch.empty(sizes, dtype=int4_scales, device=device) for _ in range(2))
     return StackedWeight(values, scales, group, None, zeros)
+
+
+def empty_mxfp4(
+    num_experts: int, num_outputs: int, num_inputs: int, bias_dtype: torch.dtype, device: torch.device | str
+) -> StackedWeight:
+    """Room for matrices of e2m1 with biases."""
+    sizes = num_experts, num_outputs
+    values = torch.empty((*sizes, num_inputs // 2), dtype=torch.uint8, device=device)
+    scales = torch.empty((*sizes, num_inputs // MX_GROUP), dtype=torch.uint8, device=device)
+    return StackedWeight(values, scales, MX_GROUP, torch.empty(sizes, dtype=bias_dtype, device=device))
 
 
 def stacked_mxfp4(

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 from eagle_heads import DEMO, knowing_head, random_head, walking_model
+from quantised_checkpoints import mxfp4_folders
 from served_head import GREEDY, check_adapters, check_knowing, check_knowing_on_ranks, check_moved, nodes_of
 from split_pair import changed
+from tiny_hf_models import tiny_hf_model
 
 from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
 from tandem.node.setup import load
+from tiny_models import VOCAB, check_greedy, random_prompt
 
 
 def headed(folder: Path, count: int = 4) -> str:
@@ -63,6 +66,22 @@ def test_drawn_tokens_are_guessed_by_the_numbers_of_their_places(tmp_path: Path)
 def test_a_stream_that_moves_takes_the_heads_keys_along(tmp_path: Path) -> None:
     model, config = walking_model(tmp_path / "model"), headed(knowing_head(tmp_path / "head"))
     check_moved(lambda role: node_options(role, model, speculative_config=config))
+
+
+def test_a_head_beside_sinks_windows_and_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Of GPT-OSS, split; one that guesses wrong changes no token."""
+    model, twin = mxfp4_folders(tiny_hf_model("gpt_oss"), tmp_path)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "vocab_size": VOCAB, "draft_vocab_size": VOCAB // 4}
+    taps = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    config = headed(random_head(tmp_path / "head", **sizes, eagle_config=taps))
+    nodes, where = nodes_of(["decode", "prefill"], lambda role: node_options(role, model, speculative_config=config))
+    with client_of(nodes) as client:
+        prompts = [random_prompt(length, length) for length in (1, 17, 90)]
+        asked = [client.submit(f"{len(each)}", each, changed(GREEDY, max_tokens=24), **where) for each in prompts]
+        client.wait()
+        for prompt, result in zip(prompts, asked, strict=True):
+            check_greedy(twin, prompt, result.output(), 24)
 
 
 @pytest.mark.slow  # as test_mtp.py asks of another head

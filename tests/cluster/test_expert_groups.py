@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from expert_nodes import group_of, start_children, start_group, stop_group
-from quantised_checkpoints import quantised_folders
+from quantised_checkpoints import mxfp4_folders, quantised_folders
 from split_pair import GREEDY, SAMPLED, changed
 from tiny_hf_models import tiny_hf_model
 from waiting import wait_until, wait_until_gone
@@ -120,6 +120,12 @@ def test_groups_of_prefill_and_of_decode_nodes(kind: str, transport: str) -> Non
         group_of("decode", folder, 3, transport=transport) as decode,
     ):
         check_hand_overs(folder, [node.info for node in prefill], [node.info for node in decode])
+
+
+def test_groups_of_experts_in_mxfp4(tmp_path: Path) -> None:
+    folder, twin = mxfp4_folders(tiny_hf_model("gpt_oss"), tmp_path)
+    with group_of("prefill", folder, 2, chunk=64) as prefill, group_of("decode", folder, 2) as decode:
+        check_hand_overs(twin, [node.info for node in prefill], [node.info for node in decode])
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", pytest.param("glm4_moe", marks=pytest.mark.slow)])

@@ -135,6 +135,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], tuple[Tensors,
 
 def quantised_folders(plain: Path, root: Path, form: str) -> tuple[Path, Path]:
     """(quantised, twin) of the plain model, below `root`."""
+    if form == "mxfp4":
+        return mxfp4_folders(plain, root)
     config, write = FORMATS[form]
     quantised, twin = root / form, root / f"{form} twin"
     for folder in (quantised, twin):

@@ -33,7 +33,7 @@ def options_of(spec: dict[str, Any], size: int) -> NodeOptions:
     return NodeOptions(
         "unified",
         ModelOptions(str(spec["model"]), dtype=spec.get("dtype", "auto")),
-        CacheOptions(BLOCK, BLOCK, num_blocks=spec["num_blocks"]),
+        CacheOptions(BLOCK, BLOCK, num_blocks=spec["num_blocks"], hybrid_kv=False),  # its pool has no window blocks
         SchedulerOptions(max_num_seqs=16, max_num_batched_tokens=96, max_prefill_chunk=48),
         device=spec.get("device", "cpu"),
         num_threads=1,

@@ -74,6 +74,7 @@ FAMILIES: dict[str, dict] = {
     "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1},
     "gpt_oss": {
         **EXPERTS,
+        "intermediate_size": 128,  # two ranks have whole groups of 32
         "num_local_experts": 4,
         "sliding_window": 21,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},

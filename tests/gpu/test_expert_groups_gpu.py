@@ -46,15 +46,16 @@ GROUPS: dict[str, tuple[str, dict[str, str]]] = {
     "gpt_oss": ("gpt_oss", {"dtype": "float32"}),
     "fp8 blocks": ("qwen3_moe fp8_blocks", {"dtype": "bfloat16"}),
     "awq": ("mixtral_64 awq", {"dtype": "float16"}),
+    "mxfp4": ("gpt_oss mxfp4", {"dtype": "float32"}),
 }
 
 
-def folder_of(kind: str, root: Path) -> Path:
-    """`root`: for a quantised checkpoint, whose format stands behind its kind."""
+def folders_of(kind: str, root: Path) -> tuple[Path, Path]:
+    """The model's, and that of what its numbers stand for. `root`: for a quantised checkpoint, whose format stands
+    behind its kind."""
     plain, _, form = kind.partition(" ")
-    if form:
-        return quantised_folders(tiny_model(plain), root, form)[0]
-    return tiny_model(kind) if kind == "qwen3_moe" else tiny_hf_model(kind)
+    folder = tiny_hf_model(plain) if plain in ("gpt_oss", "deepseek_v3_real_heads") else tiny_model(plain)
+    return quantised_folders(folder, root, form) if form else (folder, folder)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futur
     root = tmp_path_factory.mktemp("quantised")
     with ThreadPoolExecutor(len(GROUPS)) as threads:
         started = {
-            name: threads.submit(start_children, "unified", str(folder_of(kind, root)), device="cuda", **options)
+            name: threads.submit(start_children, "unified", str(folders_of(kind, root)[0]), device="cuda", **options)
             for name, (kind, options) in GROUPS.items()
         }
         yield started
@@ -79,6 +80,7 @@ def test_nodes_that_share_experts_out_make_the_tokens_of_one(
     """Prompts, then steps from graphs: first of one node while the other is idle, then of both. In 16 bits only that
     they run: a rounding changes experts."""
     kind, options = GROUPS[name]
+    twin = folders_of(kind, tmp_path)[1]
     nodes = [child.infos[0] for child in groups[name].result()]
     client = Client(*nodes)
     try:
@@ -94,10 +96,8 @@ def test_nodes_that_share_experts_out_make_the_tokens_of_one(
                 tokens = result.output()
                 assert len(tokens) == 32
                 if options["dtype"] == "float32" and kind == "qwen3_moe":
-                    check_greedy(folder_of(kind, tmp_path), random_prompt(length, length), tokens, 32)
+                    check_greedy(twin, random_prompt(length, length), tokens, 32)
                 elif options["dtype"] == "float32":
-                    check_against_reference(
-                        folder_of(kind, tmp_path), random_prompt(length, length), tokens, torch.float32
-                    )
+                    check_against_reference(twin, random_prompt(length, length), tokens, torch.float32)
     finally:
         client.close()

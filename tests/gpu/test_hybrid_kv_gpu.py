@@ -3,9 +3,12 @@ fp32 on a CPU must be a near tie."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from near_ties import check_against_reference
+from quantised_checkpoints import quantised_folders
 from tier_nodes import always_loading, until_saved
 from tiny_hf_models import tiny_hf_model
 
@@ -22,12 +25,15 @@ NUM_TOKENS = 48
 SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_hybrid", "gemma3_text", "gpt_oss", "cohere2"])
-def test_greedy_against_fp32(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["qwen2_hybrid", "gemma3_text", "gpt_oss", "gpt_oss mxfp4", "cohere2"])
+def test_greedy_against_fp32(kind: str, tmp_path: Path) -> None:
     """Of short rows, which one kernel takes with their stores, and long ones; split and alone, at once. A mixture in 32
     bits: in 16 a rounding sends tokens to other experts."""
-    folder = tiny_model(kind) if kind == "qwen2_hybrid" else tiny_hf_model(kind)
-    dtype = "float32" if kind == "gpt_oss" else "bfloat16"
+    plain, _, form = kind.partition(" ")
+    folder = twin = tiny_model(kind) if kind == "qwen2_hybrid" else tiny_hf_model(plain)
+    if form:
+        folder, twin = quantised_folders(folder, tmp_path, form)
+    dtype = "float32" if plain == "gpt_oss" else "bfloat16"
     nodes = decode, prefill = cuda_pair(folder, dtype, chunk=64)
     assert decode.process.pool.windows.num_each > 0
     assert decode.process.loaded.replays_graphs
@@ -42,7 +48,7 @@ def test_greedy_against_fp32(kind: str) -> None:
         for prompt, *both in results.values():
             for result in both:
                 assert result.failed is None, result.failed
-                check_against_reference(folder, prompt, result.output(), getattr(torch, dtype))
+                check_against_reference(twin, prompt, result.output(), getattr(torch, dtype))
 
 
 def test_prompts_come_back_from_host_memory() -> None:

@@ -1,8 +1,9 @@
 """What config.json's quantization_config says of a checkpoint's linear layers, checked. No torch.
 
 Formats, as their writers document them: `fp8` of transformers (per tensor or in blocks, as DeepSeek and Qwen publish),
-`fbgemm_fp8`, compressed-tensors (float-quantized, pack-quantized), AWQ (gemm) and GPTQ. What isn't computed exactly is
-refused by name. Scales of activations are passed over: whether activations are rounded is the product's choice.
+`fbgemm_fp8`, compressed-tensors (float-quantized, pack-quantized), AWQ (gemm), GPTQ, and GPT-OSS's MXFP4. What isn't
+computed exactly is refused by name. Scales of activations are passed over: whether activations are rounded is the
+product's choice.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 
 from tandem.engine.contracts.errors import ConfigError
 
-Stored = Literal["made", "fp8", "packed", "awq", "gptq"]
+Stored = Literal["made", "fp8", "packed", "awq", "gptq", "mxfp4"]
 MERGED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "q_kv_a_proj": ("q_proj", "kv_a_proj_with_mqa"),
@@ -24,6 +25,7 @@ MERGED = {
 }
 LANE_INPUTS = 32  # inputs that four lanes share in the kernels' layout of 4 bits (kernels/products/quantised_weight.py)
 MADE: Literal["made"] = "made"  # quantised by us when a plain checkpoint is loaded
+MXFP4: Literal["mxfp4"] = "mxfp4"  # e2m1 in groups that share a power of two: of experts alone
 ELSE = (
     "use a checkpoint in bf16 (with --quantization fp8 it takes half the memory), fp8, AWQ, GPTQ or compressed-tensors"
 )
@@ -96,6 +98,7 @@ def read_quantisation(raw: dict[str, Any]) -> Quantisation | None:
         "compressed-tensors": _compressed_tensors,
         "awq": _awq,
         "gptq": _gptq,
+        MXFP4: _mxfp4,
     }
     if method not in readers:
         raise ValueError(f"quantised weights of quant_method {method!r} are not supported; {ELSE}")
@@ -138,6 +141,11 @@ def _gptq(given: dict[str, Any]) -> Quantisation:
     offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
     group = _group("gptq", given.get("group_size", 128))
     return Quantisation(stored="gptq", bits=4, group=group, has_zeros=True, zero_offset=offset)
+
+
+def _mxfp4(given: dict[str, Any]) -> Quantisation:
+    """Every writer leaves out all but the experts, whatever it lists."""
+    return Quantisation(stored=MXFP4, bits=4, group=LANE_INPUTS)
 
 
 def _compressed_tensors(given: dict[str, Any]) -> Quantisation:

@@ -23,14 +23,12 @@ from tandem.engine.contracts.wire.parts import EncoderFacts
 from tandem.engine.models.hf.adapters import ROPE_BY_LENGTH, let_ours_be_named
 from tandem.engine.models.hf.encoder_config import read_encoder
 from tandem.engine.models.hf.layers import LayerNeeds, look_at
-from tandem.engine.models.packed_experts import are_packed
 
 DTYPES = ("float32", "bfloat16", "float16")
 REFUSED_IF_SET = {
     **dict.fromkeys(
         ("quantization_config", "compression_config"),
-        "quantised weights are not supported for models that run by transformers' modules, but GPT-OSS in MXFP4; use "
-        "the bf16 checkpoint",
+        "quantised weights are not supported for models that run by transformers' modules; use the bf16 checkpoint",
     ),
     "auto_map": "code that comes with a model is not run; use a checkpoint whose code is in transformers",
 }
@@ -68,7 +66,7 @@ def load_hf_config(folder: Path) -> HFConfig:
     config = read_config(folder)
     raw = read_json_object(folder / "config.json") or {}
     for name, why in REFUSED_IF_SET.items():
-        if raw.get(name) is not None and not (name == "quantization_config" and are_packed(folder)):
+        if raw.get(name) is not None:
             raise CheckpointError(f"{folder / 'config.json'}: {name} is set: {why}")
     try:
         found = look_at(deepcopy(config))  # building a model writes into it

@@ -21,7 +21,7 @@ from tandem.engine.models.hf.trials.routes import routed
 from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.kernels.api.forward_context import slots_of_pass
 from tandem.kernels.experts import mixture
-from tandem.kernels.experts.plans import NOT_HERE, Clamp
+from tandem.kernels.experts.plans import NOT_HERE
 
 SILU = (SiLUActivation, torch.nn.SiLU)
 REPLACED = "grouped_mm"  # transformers' choice for architectures that let it choose
@@ -44,7 +44,7 @@ def experts_forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """hidden [T, E]; each token's experts and their weights [T, k] -> [T, E]. `module` holds all experts' matrices, or
-    `tandem_stacks` in place of them, or of `tandem_experts` alone: what other nodes have is made by those of
+    those of `tandem_experts` alone: what other nodes have is made by those of
     `tandem_group`, if there is one, and left out otherwise."""
     top_k_index, top_k_weights = routed(module, top_k_index, top_k_weights)
     own: OwnExperts | None = getattr(module, "tandem_experts", None)
@@ -64,11 +64,7 @@ def _own_mixture(
 ) -> torch.Tensor:
     """[T, E]: what the experts that are here make. `ids_Tk` from 0, and NOT_HERE where some are elsewhere."""
     own: OwnExperts | None = getattr(module, "tandem_experts", None)
-    of_all, stacks = None if own is None else own.num_experts, getattr(module, "tandem_stacks", None)
-    if stacks is not None:
-        clamp = Clamp(module.alpha, module.limit)
-        gate_up, down = stacks
-        return mixture.mixture(hidden_states, ids_Tk.int(), weights_Tk.float(), gate_up, down, clamp, of_all)
+    of_all = None if own is None else own.num_experts
     if hidden_states.is_cuda and _is_plain(module):
         matrices = module.gate_up_proj, module.down_proj
         if mixture.serves(hidden_states, ids_Tk, *matrices):

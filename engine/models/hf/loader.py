@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.engine.contracts.config import ModelOptions
@@ -24,12 +23,9 @@ from tandem.engine.models.hf.parallel import share_experts_out, share_out
 from tandem.engine.models.hf.rotations import fuse_rotations
 from tandem.engine.models.hf.towers import text_attention
 from tandem.engine.models.hf.trials.trial import check_against_own_attention
-from tandem.engine.models.packed_experts import are_packed, made_up_experts, names_of, read_experts, read_tensor
 from tandem.engine.models.weights import stored_tensors
 from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.engine.parallel.group import TensorParallel
-
-PACKED = "GptOssExperts"  # transformers' class whose parameters may be stored in MXFP4
 
 
 def load_hf_model(
@@ -49,9 +45,7 @@ def load_hf_model(
     Raises CheckpointError for missing, unknown or misshapen tensors, and for a model of which our attention and its
     own make different hidden states.
     """
-    if are_packed(folder):
-        causal = _packed(folder, dtype, device, is_dummy=options.load_format == "dummy")
-    elif options.load_format == "dummy":
+    if options.load_format == "dummy":
         is_whole = group is None and expert_group is None
         causal = _made_up(folder, device if is_whole else torch.device("cpu"), dtype)
     else:
@@ -99,47 +93,6 @@ def _loaded(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     ):
         if found[what]:
             raise CheckpointError(f"{folder}: {why.format(sorted(map(str, found[what]))[0])}")
-    return causal
-
-
-def _packed(folder: Path, dtype: torch.dtype, device: torch.device, *, is_dummy: bool) -> PreTrainedModel:
-    """The model with its experts as they are stored, on the device; transformers would make them whole."""
-    config = read_config(folder)
-    with torch.device("meta"):
-        causal: PreTrainedModel = class_of(config).from_config(
-            config, dtype=dtype, attn_implementation=text_attention(config, NAME)
-        )
-    stored = {} if is_dummy else stored_tensors(folder)
-    unread = set(stored)
-    for name, module in list(causal.named_modules()):
-        shapes = {own: parameter.shape for own, parameter in module.named_parameters(recurse=False)}
-        if type(module).__name__ == PACKED:
-            arguments = name, shapes, dtype, device
-            module.tandem_stacks = made_up_experts(*arguments) if is_dummy else read_experts(stored, *arguments)
-            unread -= set(names_of(name))
-            for own in shapes:
-                delattr(module, own)
-            continue
-        for own, shape in shapes.items():
-            full = f"{name}.{own}"
-            if is_dummy:
-                tensor = torch.empty(shape, dtype=dtype, device=device)
-                fill_with_noise(full, tensor)
-            else:
-                tensor = read_tensor(stored, full).to(dtype)
-            if tensor.shape != shape:
-                raise CheckpointError(
-                    f"{folder}: {full} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; config and "
-                    "weights don't belong together"
-                )
-            setattr(module, own, nn.Parameter(tensor))
-            unread.discard(full)
-        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):  # a rotary embedding: nothing stores it
-            causal.set_submodule(name, type(module)(config))
-    if unread:
-        raise CheckpointError(
-            f"{folder}: the weights hold {min(unread)}, which a model of this config.json does not have"
-        )
     return causal
 
 

@@ -140,7 +140,7 @@ def _is_mixture(module: Any) -> bool:
     return (
         hasattr(module, "num_experts")
         and getattr(config, "_experts_implementation", None) == NAME
-        and (hasattr(module, "down_proj") or hasattr(module, "tandem_stacks"))
+        and hasattr(module, "down_proj")
     )
 
 
@@ -152,8 +152,6 @@ def _keep_own_experts(module: Any, rank: int, num_ranks: int) -> None:
     first, end = experts_of_rank(rank, num_ranks, num_experts)
     for name, parameter in list(module.named_parameters(recurse=False)):
         _replace(module, name, _taken(parameter, Cut(0, first, end)))
-    if hasattr(module, "tandem_stacks"):
-        module.tandem_stacks = tuple(stack.experts(first, end) for stack in module.tandem_stacks)
     module.tandem_experts = OwnExperts(first, end, num_experts)
     module.num_experts, module._is_expert_parallel = end - first, True
 

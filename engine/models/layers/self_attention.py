@@ -37,6 +37,7 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(self.query_size, config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.has_sinks else None
         self.attention = Attention(
             config.num_heads,
             config.head_dim,
@@ -48,6 +49,11 @@ class SelfAttention(nn.Module):
             layer_name=self.layer_name,
             hides_first=hides_first,
         )
+
+    def finish_loading(self) -> None:
+        """Has attention see the sinks, if there are any."""
+        if self.sinks is not None:
+            self.attention.take_sinks(self.sinks.data)
 
     @property
     def first(self) -> Linear:

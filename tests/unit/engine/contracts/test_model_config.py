@@ -56,7 +56,11 @@ def test_a_path_that_is_not_there_is_refused() -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights of quant_method 'mxfp4'"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "of gpt_oss alone, and of that alone, experts are in MXFP4",
+        ),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantised weights of quant_method 'hqq'"),
         ({"num_key_value_heads": 3}, "can't share"),
         ({"dtype": "int8"}, "dtype int8"),
         ({"rope_parameters": {"rope_type": "linear"}}, r"config\.json: 'factor' is missing in rope_parameters"),
