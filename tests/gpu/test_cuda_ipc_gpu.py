@@ -131,6 +131,7 @@ def test_a_source_is_served_stopped_killed_and_fenced(peer, sink) -> None:
     assert torch.equal(sink.pool[:8], before[:8])
 
 
+@pytest.mark.alone
 def test_a_dead_sinks_memory_comes_back(peer) -> None:
     """The importer's mapping is what keeps a dead process's memory allocated; it must not outlive the process."""
     source = PoolNode("p", "cuda_ipc", seed=3, device="cuda:0", layout=MEGABYTE_BLOCKS)
