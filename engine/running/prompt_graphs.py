@@ -75,6 +75,19 @@ def prompt_graph_sizes(max_tokens: int, least: int = 1) -> list[int]:
     return [*(size for size in ladder if least <= size < max_tokens), max_tokens]
 
 
+def captured_attention(
+    layers: Mapping[str, Attention], table_of: Mapping[str, int], *limits: int
+) -> Sequence[CapturedAttention]:
+    """Attention of these layers as part of graphs, by block table; none where a backend has none. `limits` are those
+    of AttentionBackend.capture."""
+    by_table: dict[int, list[Attention]] = {}
+    for name, layer in layers.items():
+        by_table.setdefault(table_of.get(name, 0), []).append(layer)
+    made = [each[0].first_backend().capture(each, *limits) for _, each in sorted(by_table.items())]
+    captured = [each for each in made if each is not None]
+    return captured if len(captured) == len(made) else ()
+
+
 class PromptGraphs:
     """The segments of one model's steps: `capture` must come first, once the KV pool is bound. They read the buffers of
     `inputs`, which builds the steps. All sizes read and write the same tensors around attention, since only one step
@@ -87,19 +100,25 @@ class PromptGraphs:
         max_tokens: int,
         device: torch.device,
         new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
-        captured: CapturedAttention | None = None,
+        captured: Sequence[CapturedAttention] = (),
+        table_of: Mapping[str, int] | None = None,
     ) -> None:
-        """`captured`: attention as part of the graphs; None: it is launched between them."""
+        """`captured`: attention as part of the graphs, by block table; none: it is launched between them. `table_of`:
+        each layer's block table, where there are several."""
         self._model, self._inputs, self._device, self._new_graph = model, inputs, device, new_graph
-        self._captured = captured
-        self.sizes = prompt_graph_sizes(max_tokens, 1 if captured is None else captured.most_rows)
+        self._captured, self._table_of = tuple(captured), dict(table_of or {})
+        self.sizes = prompt_graph_sizes(max_tokens, captured[0].most_rows if captured else 1)
         self._tensors: dict[str, torch.Tensor] = {}  # what attention reads and writes, and what the last segment leaves
         self._segments: dict[int, list[Segment]] = {}
         self._capture: _Capture | None = None
         self._have_run: set[tuple[str, int]] = set()  # sizes, and numbers of wanted tokens
         # Layers but the last, whose attention no graph has, by the first of those that are computed together.
         names = list(model.attention_layers)
+        self._layer_of = list({self._table(name): name for name in sorted(names, key=self._table)}.values())
         self._together = {names[group.start]: names[group.start : group.stop] for group in push_groups(len(names))[:-1]}
+
+    def _table(self, layer_name: str) -> int:
+        return self._table_of.get(layer_name, 0)
 
     @property
     def num_layers(self) -> int:
@@ -126,22 +145,23 @@ class PromptGraphs:
     def warm_up(self, size: int) -> None:
         """Computes, of padding, what is captured of a step of `size` tokens. Where the model's tensors are none for
         captured attention, it is launched from then on."""
-        _, _, slot_G = self._inputs.buffers(size)
-        slot_G.fill_(-1)
+        for slot_G in self._inputs.buffers(size)[2]:
+            slot_G.fill_(-1)
         try:
             self._pass_over(size)
         except ValueError:
-            if self._captured is None:
+            if not self._captured:
                 raise
-            self._captured, self.sizes = None, prompt_graph_sizes(self.sizes[-1])
+            self._captured, self.sizes = (), prompt_graph_sizes(self.sizes[-1])
             self._pass_over(size)
 
     def _pass_over(self, size: int) -> None:
         """What comes before the last attention, of `size` tokens, without any launched attention."""
-        input_id_G, position_G, slot_G = self._inputs.buffers(size)
-        metadata = _without_lengths(slot_G)
-        if self._captured is not None:
-            self._captured.begin()
+        input_id_G, position_G, slots = self._inputs.buffers(size)
+        by_table = [_without_lengths(slot_G) for slot_G in slots]
+        metadata = {name: by_table[self._table(name)] for name in self._model.attention_layers}
+        for each in self._captured:
+            each.begin()
         with set_forward_context(ForwardContext(metadata, self._model.attention_layers, cuts=self)):
             last = self._model.up_to_last_attention(input_id_G, position_G)
         for name, tensor in last._asdict().items():
@@ -151,12 +171,13 @@ class PromptGraphs:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str, kv_is_stored: bool
     ) -> torch.Tensor:
         """Cuts the pass here (`LayerCuts`)."""
-        if self._captured is not None:
+        if self._captured:
             if self._capture is not None and layer_name in self._together:
                 self._capture.cut(layer_name, kv_is_stored)
             context = get_forward_context()
             layer, metadata = context.layer(layer_name), context.metadata_of(layer_name)
-            return self._captured.attend(layer, query, key, value, metadata, kv_is_stored)
+            captured = self._captured[self._table(layer_name)]
+            return captured.attend(layer, query, key, value, metadata, kv_is_stored)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             self._keep(name, tensor)
         if self._capture is not None:
@@ -166,7 +187,7 @@ class PromptGraphs:
     def takes(self, inputs: ForwardInputs) -> bool:
         """Whether these inputs are those of a step that was captured."""
         is_plain = inputs.adapters is None and inputs.links_3T is None and len(inputs.positions_T) <= self.sizes[-1]
-        return is_plain and (self._captured is None or self._captured.takes(inputs.metadata))
+        return is_plain and (not self._captured or self._captured[0].takes(inputs.metadata))
 
     def have_run(self, inputs: ForwardInputs, wanted: WantedTokens | None) -> bool:
         """Whether such a step needs no kernel that those before it didn't: what is launched depends on its size and on
@@ -186,14 +207,16 @@ class PromptGraphs:
         num, positions_T = len(inputs.positions_T), inputs.positions_T
         size = self._size_of(num)
         self._have_run |= self._kinds(inputs, wanted)
-        _, position_G, slot_G = self._inputs.buffers(size)
+        _, position_G, slots = self._inputs.buffers(size)
         assert positions_T.data_ptr() == position_G.data_ptr(), "inputs of another builder"
-        slot_G[num:].fill_(-1)
+        for slot_G in slots:
+            slot_G[num:].fill_(-1)
         with set_forward_context(context):
-            if self._captured is None:
+            if not self._captured:
                 self._replay_between(self._segments[size], num)
             else:
-                self._captured.fill(inputs.metadata)
+                for captured, layer in zip(self._captured, self._layer_of, strict=True):
+                    captured.fill(context.metadata_of(layer))
                 self._replay_all(self._segments[size], context)
             last = UpToAttention(*(self._tensors[name][:num] for name in UpToAttention._fields))
             return self._model.from_last_attention(last, positions_T, wanted)

@@ -26,7 +26,7 @@ from tandem.engine.running.expert_balance import make_expert_balance
 from tandem.engine.running.faults import StepFaults
 from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.prefix_sharing import PrefixSharing
-from tandem.engine.running.prompt_graphs import ROWS_BESIDE, DividedModel, PromptGraphs
+from tandem.engine.running.prompt_graphs import ROWS_BESIDE, DividedModel, PromptGraphs, captured_attention
 from tandem.engine.running.runner_needs import AdapterMemory, Followers, Model, QualityProbe
 from tandem.engine.running.sampler import SamplingBatch
 from tandem.engine.running.step_inputs import StepInputs
@@ -35,6 +35,7 @@ from tandem.engine.scheduling.ports import BetweenLayers, KVConnectorWorker
 from tandem.engine.scheduling.step import ScheduledRow, SchedulerOutput
 from tandem.engine.structured.guides import Guides
 from tandem.kernels.api.attention import bind_kv_cache, metadata_backend
+from tandem.kernels.api.backend import CapturedAttention
 from tandem.kernels.blocks.cache_ops import copy_blocks
 from tandem.kernels.products import matmul
 
@@ -299,17 +300,18 @@ class ModelRunner:
 
     def new_prompt_graphs(self, max_tokens: int, with_attention: bool = False) -> PromptGraphs | None:
         """Graphs for steps with up to so many tokens of prompts beside some decodes, not yet captured. None: for none,
-        or the model can't be divided, layers have block tables of their own, or others compute parts of it.
-        `with_attention`: in the graphs where it can be."""
-        if not max_tokens or self._table_of or self.model.group or self.model.expert_group:
+        or the model can't be divided, or others compute parts of it. `with_attention`: in the graphs where it can
+        be."""
+        if not max_tokens or self.model.group or self.model.expert_group:
             return None
         most = min(max_tokens + ROWS_BESIDE, self._max_num_tokens)
         if not isinstance(self.model, DividedModel) or not self.model.can_be_divided:
             return None
-        layers, captured = list(self.model.attention_layers.values()), None
+        captured: Sequence[CapturedAttention] = ()
         if with_attention:
-            captured = layers[0].first_backend().capture(layers, self._max_num_seqs, most, self.max_model_len)
-        return PromptGraphs(self.model, self._inputs, most, self.device, captured=captured)
+            limits = self._max_num_seqs, most, self.max_model_len
+            captured = captured_attention(self.model.attention_layers, self._table_of, *limits)
+        return PromptGraphs(self.model, self._inputs, most, self.device, captured=captured, table_of=self._table_of)
 
     def new_graphs(self) -> DecodeGraphs:
         """Graphs for this runner's steps, not yet captured."""

@@ -72,12 +72,11 @@ class StepInputs:
         order, lengths, position_T = _flatten(rows)
         slot_R = np.array([row.slot for row in rows], np.int64)[order]
         slot_R_dev, slot_T, position_T_dev = upload([slot_R, np.repeat(slot_R, lengths), position_T], state.device)
-        input_ids, positions, _ = self.buffers(len(position_T))
+        input_ids, positions, slots = self.buffers(len(position_T))
         positions.copy_(position_T_dev)
         input_ids.copy_(state.token_ids_SC[slot_T, positions])
         ends = np.array([row.start for row in rows], np.int64)[order] + lengths
         block_tables = [table_SB[slot_R_dev] for table_SB in state.tables_SB]  # whole rows: kernels know their stride
-        slots = [each[: len(position_T)] for each in self._slot_mappings]
         for table_SB, slots_T in zip(state.tables_SB, slots, strict=True):
             block_T = table_SB[slot_T, positions // state.block_size].to(torch.int64)
             torch.add(block_T * state.block_size, positions % state.block_size, out=slots_T)
@@ -123,16 +122,17 @@ class StepInputs:
         order, lengths, position_T = _flatten(rows)
         assert order.tolist() == list(range(len(rows))), "rows of one token come first"
         ends = np.array([row.start for row in rows], np.int64) + lengths
-        input_ids, positions, slot_mapping = self.buffers(len(position_T))
+        input_ids, positions, slots = self.buffers(len(position_T))
         input_ids.zero_()
         positions.copy_(upload([position_T], device)[0])
-        slot_mapping.fill_(-1)
+        for slots_T in slots:
+            slots_T.fill_(-1)
         block_tables = torch.zeros((len(rows), self._state.max_blocks), dtype=torch.int32, device=device)
         nothing = None
         if self._sharing is not None:  # its kernels are warmed up, too
             nothing = self._sharing.nothing(int((lengths == 1).sum()))
         cross = None if self._spans is None else self._spans.of_nobody(rows)
-        metadata = self._build(lengths, ends, block_tables, slot_mapping, nothing, cross)
+        metadata = self._build(lengths, ends, block_tables, slots[0], nothing, cross)
         adapters = adapter_rows(np.full(len(rows), adapter), lengths, device)
         first_token_R = np.cumsum(lengths) - lengths
         links = self._links(np.full(len(position_T), -1), position_T)
@@ -166,10 +166,12 @@ class StepInputs:
             rows_follow=follows,
         )
 
-    def buffers(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(token ids int32, positions int64, cache slots int64), [num_tokens] each: where every step's inputs stand."""
+    def buffers(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """(token ids int32, positions int64, by block table cache slots int64), [num_tokens] each: where every step's
+        inputs stand."""
         assert num_tokens <= len(self._positions), f"{num_tokens} tokens in a step of at most {len(self._positions)}"
-        return self._input_ids[:num_tokens], self._positions[:num_tokens], self._slot_mappings[0][:num_tokens]
+        slots = [each[:num_tokens] for each in self._slot_mappings]
+        return self._input_ids[:num_tokens], self._positions[:num_tokens], slots
 
 
 def adapter_rows(adapter_R: np.ndarray, lengths: np.ndarray, device: torch.device) -> AdapterRows | None:

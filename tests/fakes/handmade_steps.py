@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
+from tandem.engine.contracts.kv_layout import places_of_layers
 from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.models.loader import load_model
@@ -71,13 +73,30 @@ def make_runner(
     connector: RecordingConnector | None = None,
     max_chunk: int = 0,
     before_model: Callable[[Any], Any] = lambda model: model,
+    apart: bool = False,
 ) -> ModelRunner:
-    """`before_model` makes what stands before the model."""
+    """`before_model` makes what stands before the model. `apart`: layers that slide have window blocks, of as many
+    numbers as there are blocks for each list of them, see `with_windows`."""
     config = load_model_config(folder)
     model = before_model(load_model(folder, config, ModelOptions(model=str(folder)), CPU, torch.float32))
-    pool = torch.zeros(NUM_BLOCKS, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
+    places = places_of_layers([config.window_of(layer) for layer in range(config.num_layers)]) if apart else ()
+    num_layers = 1 + max(place.layer for place in places) if places else config.num_layers
+    num_blocks = NUM_BLOCKS * (1 + max((place.table for place in places), default=0))
+    pool = torch.zeros(num_blocks, config.num_kv_heads, num_layers, 2, BLOCK, config.head_dim)
     options = SchedulerOptions(max_num_seqs=num_slots, max_num_batched_tokens=96, max_prefill_chunk=max_chunk)
-    return ModelRunner(model, pool, options, BLOCK, MAX_LEN, (), connector)
+    return ModelRunner(model, pool, options, BLOCK, MAX_LEN, (), connector, places=places)
+
+
+def with_windows(step: SchedulerOutput, runner: ModelRunner, num_blocks: int = NUM_BLOCKS) -> SchedulerOutput:
+    """The same step of a runner whose layers are apart: nothing has slid out."""
+    lists = range(1, len(runner.state.tables_SB))
+    new = [
+        msgspec.structs.replace(
+            slot, window_ids=tuple(tuple(num_blocks * each + block for block in slot.block_ids) for each in lists)
+        )
+        for slot in step.new_slots
+    ]
+    return msgspec.structs.replace(step, new_slots=tuple(new))
 
 
 def new_slot(slot: int, prompt: list[int], blocks: tuple[int, ...], sampling: SamplingParams = GREEDY) -> NewSlot:

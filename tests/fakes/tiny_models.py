@@ -40,6 +40,14 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 256,
 }
 EXPERTS = {"tie_word_embeddings": False, "num_local_experts": 6, "num_experts_per_tok": 2}
+HYBRID = {
+    "tie_word_embeddings": False,
+    "use_sliding_window": True,
+    "sliding_window": 32,
+    "max_window_layers": 1,
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3],
+}
 # name -> (transformers class prefix, config overrides, save_pretrained overrides)
 KINDS: dict[str, tuple[str, dict, dict]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}, {}),
@@ -65,20 +73,10 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
     "llama_64": ("Llama", {"head_dim": 64, "tie_word_embeddings": False}, {}),
     "mistral_64": ("Mistral", {"head_dim": 64, "sliding_window": 32, "tie_word_embeddings": False}, {}),
     "qwen3_64": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": False}, {}),
+    "qwen3_hybrid_64": ("Qwen3", {**HYBRID, "head_dim": 64}, {}),
     "llama_deep": ("Llama", {"num_hidden_layers": 10, "tie_word_embeddings": False}, {}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}, {}),
-    "qwen2_hybrid": (
-        "Qwen2",
-        {
-            "tie_word_embeddings": False,
-            "use_sliding_window": True,
-            "sliding_window": 32,
-            "max_window_layers": 1,
-            "num_hidden_layers": 4,
-            "layer_types": ["full_attention", *["sliding_attention"] * 3],
-        },
-        {},
-    ),
+    "qwen2_hybrid": ("Qwen2", HYBRID, {}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": False}, {}),
     "mixtral": ("Mixtral", {**EXPERTS, "intermediate_size": 48, "sliding_window": 32}, {}),
     "mixtral_64": ("Mixtral", {**EXPERTS, "intermediate_size": 64}, {}),  # whole groups of 32 inputs, shared by two

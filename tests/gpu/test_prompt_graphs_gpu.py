@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_checks import ON_HOPPER
-from handmade_steps import BLOCK, new_slot
+from handmade_steps import BLOCK, new_slot, with_windows
 
 from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
+from tandem.engine.contracts.kv_layout import places_of_layers
 from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.models.loader import load_model
 from tandem.engine.running import prompt_graphs
@@ -30,10 +31,14 @@ NUM_BLOCKS, MAX_LEN, LARGEST = 128, 1024, 400
 def runner_of(folder: Path, dtype: torch.dtype) -> ModelRunner:
     config, device = load_model_config(folder), torch.device("cuda")
     model = load_model(folder, config, ModelOptions(model=str(folder)), device, dtype)
-    shape = (NUM_BLOCKS, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
-    pool = torch.zeros(shape, dtype=dtype, device=device)
+    places = places_of_layers([config.window_of(layer) for layer in range(config.num_layers)])
+    num_layers = 1 + max(place.layer for place in places) if places else config.num_layers
+    num_blocks = NUM_BLOCKS * (1 + max((place.table for place in places), default=0))
+    pool = torch.zeros(
+        num_blocks, config.num_kv_heads, num_layers, 2, BLOCK, config.head_dim, dtype=dtype, device=device
+    )
     options = SchedulerOptions(max_num_seqs=8, max_num_batched_tokens=512)
-    runner = ModelRunner(model, pool, options, BLOCK, MAX_LEN, ())
+    runner = ModelRunner(model, pool, options, BLOCK, MAX_LEN, (), places=places)
     runner.warmup()
     return runner
 
@@ -56,20 +61,20 @@ def check(folder: Path, dtype: torch.dtype, tolerance: float, with_attention: bo
     assert replaying.prompt_graph_sizes[-1] == LARGEST + ROWS_BESIDE
     for step in steps_of(random_prompt(720, seed=4), random_prompt(40, seed=2)):
         for runner in (replaying, launched):
-            runner.execute(step).result()
+            runner.execute(with_windows(step, runner, NUM_BLOCKS)).result()
         atol = tolerance * float(launched.pool.abs().max())
         torch.testing.assert_close(replaying.pool, launched.pool, rtol=0, atol=atol)
         assert torch.equal(replaying.pool == 0, launched.pool == 0), "padding is written nowhere"
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "qwen3_moe", "qwen2_hybrid"])
 def test_the_cache_is_what_launched_steps_write(kind: str) -> None:
     """In fp32, whose attention is launched between the graphs: as far as products of more rows round otherwise."""
     check(tiny_model(kind), torch.float32, 1e-3)
 
 
 @ON_HOPPER[1]
-@pytest.mark.parametrize("kind", ["llama_64", "qwen3_64", "mistral_64"])
+@pytest.mark.parametrize("kind", ["llama_64", "qwen3_64", "mistral_64", "qwen3_hybrid_64"])
 def test_graphs_hold_attention_of_16_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_graphs, "unified_attention", lambda *_: pytest.fail("it is launched between graphs"))
     check(tiny_model(kind), torch.bfloat16, 6e-2, with_attention=True)
