@@ -25,6 +25,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     turn_devices(os.environ["PYTEST_XDIST_WORKER"])
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests come first, so that nobody waits for them at the end."""
+    items.sort(key=lambda item: "test_soak_gpu" not in item.nodeid)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A sticky error fails each later call of its process. The test that caused it has told of its failure when this
