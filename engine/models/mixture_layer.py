@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tandem.engine.contracts.config_json.mixture_config import MixtureConfig
 from tandem.engine.contracts.errors import ConfigError
-from tandem.engine.contracts.model_config import MixtureConfig
 from tandem.engine.contracts.weights.quantisation import MXFP4, Quantisation
 from tandem.engine.models.layers.basic import Linear
 from tandem.engine.models.layers.mlp import MLP

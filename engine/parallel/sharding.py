@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tandem.engine.contracts.config_json.mixture_config import MixtureConfig
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.kv_layout import kv_heads_of
-from tandem.engine.contracts.model_config import MixtureConfig, ModelConfig
+from tandem.engine.contracts.model_config import ModelConfig
 from tandem.kernels.experts.plans import experts_of_rank
 
 if TYPE_CHECKING:

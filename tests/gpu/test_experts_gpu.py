@@ -8,7 +8,7 @@ from gpu_checks import relative_error
 from near_ties import check_against_reference
 
 from in_process_cluster import client_of, cuda_pair
-from tandem.engine.contracts.model_config import MixtureConfig
+from tandem.engine.contracts.config_json.mixture_config import MixtureConfig
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.models.mixture_layer import MixtureOfExperts
 from tandem.kernels.experts.mixture import mixture, run_plan, serves

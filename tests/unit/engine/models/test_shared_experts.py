@@ -16,8 +16,9 @@ from quantised_checkpoints import FORMATS, quantised_folders
 from tiny_hf_models import tiny_hf_model
 
 from tandem.engine.contracts.config import ModelOptions
+from tandem.engine.contracts.config_json.mixture_config import MixtureConfig
 from tandem.engine.contracts.errors import ConfigError
-from tandem.engine.contracts.model_config import MixtureConfig, ModelConfig
+from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.models.choice import check_shares, load_config
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.layers.mlp import MLP

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tandem.engine.contracts.config import ModelOptions
+from tandem.engine.contracts.config_json.mixture_config import MixtureConfig
 from tandem.engine.contracts.errors import ConfigError
-from tandem.engine.contracts.model_config import MixtureConfig, ModelConfig, load_model_config
+from tandem.engine.contracts.model_config import ModelConfig, load_model_config
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.loader import load_model
 from tandem.engine.parallel.group import TensorParallel
