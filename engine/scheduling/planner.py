@@ -87,6 +87,12 @@ def is_decoding(request: Request) -> bool:
     return request.num_computed_tokens >= request.num_prompt_tokens and request.num_uncomputed_tokens <= 1
 
 
+def takes_all(request: Request) -> bool:
+    """Whether it takes the blocks of all its tokens as it starts: what several nodes compute comes into them, and a
+    prompt to be handed off never waits for a block half way, see `StepPlanner._preemptable`."""
+    return request.has_help or request.prompt.mode == "prefill"
+
+
 class StepPlanner:
     """Changes queues, slots and block lists through `state`; progress and in-flight counts are the builder's."""
 
@@ -283,9 +289,8 @@ class StepPlanner:
         if request.has_help and not self._kv.grow(request, request.num_tokens, for_anybody=True):
             request.go_alone()  # a launched step may still write what is free
         row = self._chunk(plan, request, True, num_external)
-        # A prompt to be handed off never waits for a block half way, see _preemptable.
-        whole = request.prompt.mode == "prefill"
-        grown = self._kv.grow(request, request.num_tokens if whole else request.num_computed_tokens + row.num_tokens)
+        end = request.num_computed_tokens + row.num_tokens
+        grown = self._kv.grow(request, request.num_tokens if takes_all(request) else end)
         assert grown, "room was checked"
         self._take_slot(plan, request)
         plan.put(request, row)
@@ -368,7 +373,8 @@ class StepPlanner:
         is_alone = not plan.rows and not self._queues.running and len(self._queues.waiting) == 1
         hashes = self._kv.reusable_hashes(request)
         is_next = num_external is not None
-        num_taken = self._kv.num_blocks_for(request.num_tokens) - len(hits) if is_next and request.has_help else 0
+        is_taking_all = is_next and takes_all(request)
+        num_taken = self._kv.num_blocks_for(request.num_tokens) - len(hits) if is_taking_all else 0
         return self._state.tiers.prepare(request, hashes, hits, is_alone and is_next, num_taken)
 
     def _leave_tiers(self, request: Request, num_hits: int, num_loaded: int) -> None:

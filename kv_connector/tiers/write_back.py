@@ -152,8 +152,11 @@ class WriteBack:
 
     def make_way(self, taker: Hashable, num_blocks: int, hashes: Sequence[bytes], hits: Sequence[int]) -> bool:
         """Whether `taker` may take `num_blocks` blocks: what they push out is saved, or has had its time. False: it is
-        being saved, ask again. `hits` stay, the pool's blocks of the first of `hashes`, which `taker` will want."""
-        return self._has_failed or self._ways.is_made(taker, num_blocks, hashes, hits)
+        being saved, ask again. `hits` stay, the pool's blocks of the first of `hashes`, which `taker` will want. Who
+        takes no more than is saved ahead anyway doesn't wait."""
+        if self._has_failed or num_blocks <= SAVED_AHEAD:
+            return True
+        return self._ways.is_made(taker, num_blocks, hashes, hits)
 
     def ended(self, taker: Hashable) -> None:
         """Hears that `taker` has its blocks, or needs none any more. Idempotent."""

@@ -6,13 +6,25 @@ import secrets
 from collections.abc import Iterator
 
 import pytest
-from tier_nodes import LENGTHS, NUM_BLOCKS, NUM_HITS, Asker, References, always_loading, make_references, until_saved
+from tier_nodes import (
+    LENGTHS,
+    NUM_BLOCKS,
+    NUM_HITS,
+    SAMPLING,
+    Asker,
+    References,
+    always_loading,
+    make_references,
+    until_saved,
+)
+from waiting import PATIENCE_S
 
 from in_process_cluster import Client, Node, node_options
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.requests import FlushBlocks
+from tandem.kv_connector.tiers import ways, write_back
 from tandem.node import report
-from tiny_models import random_prompt, tiny_model
+from tiny_models import random_prompt, reference_greedy, tiny_model
 
 BLOCK_BYTES = 12288
 
@@ -83,6 +95,28 @@ def test_a_prefill_node_hands_on_what_it_loads(references: References) -> None:
                 until_saved(nodes[1])
                 asker.client.send(nodes[0].info, FlushBlocks())
         assert asker.counts(nodes[1])["tier_host_hits"] >= NUM_HITS
+        for node in nodes:
+            node.wait_until_whole()
+    finally:
+        asker.client.close()
+        for node in reversed(nodes):
+            node.stop()
+
+
+def test_a_prefill_node_saves_what_its_prompts_push_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that have nothing in common, so that only they take blocks."""
+    monkeypatch.setattr(write_back, "SAVED_AHEAD", 0)
+    monkeypatch.setattr(ways, "WAY_S", PATIENCE_S)
+    options = [
+        node_options(role, tiny_model("llama"), num_blocks=count) for role, count in (("decode", 96), ("prefill", 24))
+    ]
+    nodes = [Node(each) for each in options]
+    asker = Asker(*nodes)
+    try:
+        prompts = [random_prompt(LENGTHS[0], seed=number) for number in range(8)]
+        asker.ask(*((each, reference_greedy(tiny_model("llama"), each, SAMPLING.max_tokens)) for each in prompts))
+        assert asker.counts(nodes[1])["tier_saves"] > NUM_HITS
+        assert asker.counts(nodes[1])["tier_blocks_lost"] == 0
         for node in nodes:
             node.wait_until_whole()
     finally:

@@ -53,7 +53,7 @@ class Prompts:
         self._passes = has_deadlines  # who has room passes who has none
         self._waiting: list[Job] = []
         self._begun: list[Job] = []
-        self._ready_at: dict[Job, float] = {}  # of shared prompts: when what they push out is saved
+        self._ready_at: dict[Job, float] = {}  # of those that take all blocks at once: when what goes is saved
 
     def __iter__(self) -> Iterator[Job]:
         yield from self._begun
@@ -119,7 +119,7 @@ class Prompts:
                 if not self._passes:
                     break
                 continue
-            if job.has_help and not self._is_ready(job):
+            if self._takes_all(job) and not self._is_ready(job):
                 continue
             if job not in self._begun:
                 self._begin(job, work, room)
@@ -140,8 +140,7 @@ class Prompts:
             job.places = job.places if job.table is not None else job.places[:1]
         if job.is_had_by(self._node_id):
             self._cache.touch(job.hashes)
-            is_handed_over = job.decode_on not in ("", self._node_id)
-            self._hold(job, job.num_prompt_tokens if is_handed_over else job.num_computed)
+            self._hold(job, job.num_computed)
         # What one of several nodes found is pushed to each of the others.
         work.seconds += job.loading_s or job.num_found * self._costs.push_s_per_token * (job.num_nodes > 1)
         job.loading_s = 0.0
@@ -164,9 +163,15 @@ class Prompts:
             last = job.table.of(job.places.index(self._node_id))[-1]
             self._take_at_once(job, -(-job.table.ends[last] // TRACE_BLOCK))
 
+    def _takes_all(self, job: Job) -> bool:
+        """Whether a prompt takes all its blocks at its start: one of several nodes, and one that is handed over."""
+        return job.has_help or job.decode_on not in ("", self._node_id)
+
     def _is_ready(self, job: Job) -> bool:
-        """Whether what a shared prompt pushes out is saved. Takes its blocks when it is asked first."""
+        """Whether what a prompt pushes out at its start is saved. Takes its blocks when it is asked first."""
         if job not in self._ready_at:
+            if not job.hits:
+                self._look_up(job)
             self._cache.touch(job.hashes)
             self._take_at_once(job, self._num_blocks(job, job.num_prompt_tokens))
         return self._ready_at[job] <= self._clock.now()

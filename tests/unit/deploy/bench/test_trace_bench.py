@@ -199,14 +199,17 @@ def test_the_nodes_of_a_prompt_first_save_what_it_pushes_out() -> None:
     assert (first.cache.num_lost, helper.cache.num_lost) == (0, 0)
 
 
-def test_nothing_is_saved_first_for_a_prompt_that_is_handed_over() -> None:
+def test_what_a_prompt_pushes_out_that_is_handed_over_is_saved_first() -> None:
     node = full_node("first")
     now = 30 * 0.612
     moved = job(request(now, range(100, 132)))
     moved.decode_on = "sink"
     node.submit(moved, now)
-    assert node.next_at == pytest.approx(now + 0.612)
-    assert node.cache.num_lost == 14
+    assert node.next_at == pytest.approx(now + 14 * TRACE_BLOCK * 4e-5)
+    node.advance()
+    assert node.next_at == pytest.approx(now + 14 * TRACE_BLOCK * 4e-5 + 0.612)
+    assert node.cache.num_held == 32, "all its blocks, at its start"
+    assert node.cache.num_lost == 0
 
 
 def test_what_leaves_the_gpu_is_on_the_host_until_that_is_full() -> None:

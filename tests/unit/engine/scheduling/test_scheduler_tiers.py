@@ -227,11 +227,15 @@ def full_pool(lag: int, monkeypatch: pytest.MonkeyPatch) -> Harness:
     return harness
 
 
+TAKES_ALL = pytest.mark.parametrize("takes_all", [{"num_nodes": 2}, {"mode": "prefill"}], ids=str)
+
+
+@TAKES_ALL
 def test_who_takes_all_blocks_at_once_waits_until_what_goes_is_saved_and_others_pass(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, takes_all: dict[str, object]
 ) -> None:
     harness = full_pool(6, monkeypatch)
-    harness.add("long", [12, *PROMPT, *OTHER], max_tokens=2, num_nodes=2)
+    harness.add("long", [12, *PROMPT, *OTHER], max_tokens=2, **takes_all)
     harness.add("short", [11, 10], max_tokens=1)
     for _ in range(4):
         harness.step()
@@ -244,15 +248,23 @@ def test_who_takes_all_blocks_at_once_waits_until_what_goes_is_saved_and_others_
     assert len(pushed_out) >= 6
     assert all(map(harness.tiers.manager.is_on_host, pushed_out))
     harness.run()
-    for name in ("long", "runs", "short"):
+    if "long" in harness.connector.held:  # handed over
+        assert harness.requests["long"].first_tokens
+        harness.connector.release("long")
+    else:
+        harness.assert_output("long")
+    for name in ("runs", "short"):
         harness.assert_output(name)
     harness.settle()
     harness.assert_empty()
 
 
-def test_who_is_aborted_while_he_waits_for_that_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@TAKES_ALL
+def test_who_is_aborted_while_he_waits_for_that_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, takes_all: dict[str, object]
+) -> None:
     harness = full_pool(3, monkeypatch)
-    harness.add("long", [12, *PROMPT, *OTHER], max_tokens=2, num_nodes=2)
+    harness.add("long", [12, *PROMPT, *OTHER], max_tokens=2, **takes_all)
     for _ in range(6):
         harness.step()
     harness.scheduler.state.abort(AttemptKey("long", 0))
@@ -263,25 +275,30 @@ def test_who_is_aborted_while_he_waits_for_that_keeps_nothing(monkeypatch: pytes
     harness.assert_empty()
 
 
-def test_whatever_asks_for_help_its_tokens_are_right_and_less_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@TAKES_ALL
+def test_whatever_takes_all_blocks_at_once_its_tokens_are_right_and_less_is_lost(
+    monkeypatch: pytest.MonkeyPatch, takes_all: dict[str, object]
+) -> None:
     monkeypatch.setattr(write_back, "SAVED_AHEAD", 0)
-    lost = sum(map(helped_traffic, range(12)))
+    lost = sum(num_lost(seed, takes_all) for seed in range(12))
     monkeypatch.setattr(WriteBack, "make_way", lambda *_: True)
-    assert lost < sum(map(helped_traffic, range(12))) / 2
+    assert lost < sum(num_lost(seed, takes_all) for seed in range(12)) / 2
 
 
-def helped_traffic(seed: int) -> int:
-    """Prompts that all may be shared, again and again; how many blocks were lost."""
+def num_lost(seed: int, takes_all: dict[str, object]) -> int:
+    """Prompts that all are such, again and again; how many blocks were lost."""
     chance = random.Random(seed)
-    harness = Harness(
-        24, max_num_seqs=3, tiers=(chance.choice((64, 96)), chance.choice((0, 24)), chance.randint(0, 3), 0)
-    )
+    tiers = (chance.choice((64, 96)), chance.choice((0, 24)), chance.randint(0, 3), 0)
+    harness = Harness(24, max_num_seqs=3, tiers=tiers, keeps_finished=False)
     for turn in range(60):
         if chance.random() < 0.25:
             prompt = [chance.randint(0, 5)] * chance.choice((11, 18, 23, 30)) + [chance.randint(0, 1)]
-            harness.add(f"r{turn}", prompt, max_tokens=1, num_nodes=2)
+            harness.add(f"r{turn}", prompt, max_tokens=1, **takes_all)
         if chance.random() < 0.05 and harness.requests:
             harness.abort_one(chance)
         harness.step()
+    harness.run()
+    for name in [each for each, request in harness.requests.items() if request.prompt.mode == "prefill"]:
+        assert harness.requests.pop(name).first_tokens
     harness.run_to_the_end()
     return int(harness.tiers.manager.counts()["tier_blocks_lost"])

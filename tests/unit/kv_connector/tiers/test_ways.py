@@ -343,6 +343,14 @@ def test_blocks_with_window_blocks_are_saved_with_these() -> None:
     assert all(map(node.host.is_whole, gone))
 
 
+def test_who_takes_no_more_than_is_saved_anyway_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(20)
+    node.fill("cold", 20)
+    monkeypatch.setattr(write_back, "SAVED_AHEAD", 4)
+    assert node.makes_way(4)
+    assert not node.makes_way(5)
+
+
 @pytest.mark.parametrize("num_seeds", [60, pytest.param(2000, marks=pytest.mark.slow)])
 def test_whatever_happens_before_it_who_was_told_that_way_is_made_loses_nothing(num_seeds: int) -> None:
     num_taken = 0
