@@ -58,7 +58,7 @@ def products_of(config: ModelConfig, shard: Shard) -> list[Product]:
     first, last = shard.vocab(config)
     heads = own.num_heads * own.head_dim
     products = [Product(last - first, hidden)]
-    if config.quantisation is None:
+    if config.quantisation is None or config.quantisation.has_plain_layers:
         products += [
             Product(heads + 2 * own.num_kv_heads * own.head_dim, hidden),
             Product(hidden, heads),

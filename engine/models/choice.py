@@ -13,7 +13,7 @@ import torch
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_config import ModelConfig, is_native, load_model_config
-from tandem.engine.contracts.weights.quantisation import MXFP4, made_fp8
+from tandem.engine.contracts.weights.quantisation import made_fp8
 from tandem.engine.models.loader import load_model
 from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.engine.parallel.group import TensorParallel
@@ -82,8 +82,7 @@ def check_shares(folder: Path, options: ModelOptions, shard: Shard) -> int:
         own, how = shard.config(config), config.quantisation
         mixture = own.mixture
         of_experts = () if mixture is None else (mixture.width, mixture.shared_width)
-        is_plain = how is None or how.stored == MXFP4  # all but experts
-        others = () if is_plain else (own.attended_size, own.intermediate_size)
+        others = () if how is None or how.has_plain_layers else (own.attended_size, own.intermediate_size)
         for inputs in (*others, *of_experts):
             if how is not None and size > 1 and inputs % how.least_inputs:
                 raise ConfigError(

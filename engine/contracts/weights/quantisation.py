@@ -45,6 +45,11 @@ class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
     method: str = "fp8"  # as config.json calls it
 
     @property
+    def has_plain_layers(self) -> bool:
+        """Whether all but experts is stored as it is."""
+        return self.stored == MXFP4
+
+    @property
     def least_inputs(self) -> int:
         """What a rank's inputs of a layer must be a multiple of: no group is cut apart, nor what four lanes share."""
         return max(self.group, LANE_INPUTS if self.bits == 4 else 1)

@@ -10,7 +10,7 @@ from torch import nn
 
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_config import ModelConfig
-from tandem.engine.contracts.weights.quantisation import MADE, MXFP4, Quantisation
+from tandem.engine.contracts.weights.quantisation import MADE, Quantisation
 from tandem.engine.models.layers.basic import Linear, RMSNorm
 from tandem.engine.models.layers.latents import LatentSelfAttention
 from tandem.engine.models.layers.mlp import MLP
@@ -133,7 +133,7 @@ def quantise_layers(
     """Gives the products of decoder layers quantised weights, uninitialised. `layers`: a list or dictionary of them by
     their numbers. Raises ConfigError, with the remedy, for sizes that have none."""
     for name, module in layers.named_modules():
-        if isinstance(module, Linear) and (how.stored == MXFP4 or how.leaves_out_merged(f"model.layers.{name}")):
+        if isinstance(module, Linear) and (how.has_plain_layers or how.leaves_out_merged(f"model.layers.{name}")):
             continue
         if how.stored == MADE and name.endswith("kv_b_proj"):  # it would only be made plain again
             continue

@@ -12,7 +12,7 @@ from tandem.deploy.options import DEMO_MODEL
 from tandem.deploy.tune_products import _read, products_of
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_config import load_model_config
-from tandem.engine.contracts.weights.quantisation import made_fp8
+from tandem.engine.contracts.weights.quantisation import Quantisation, made_fp8
 from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.products.tuning import stored
 from tandem.kernels.products.tuning.candidates import Product
@@ -35,6 +35,8 @@ def test_products_are_those_of_the_shipped_table(ranks: int) -> None:
 def test_of_a_quantised_model_the_output_matrix_is_tuned() -> None:
     quantised = msgspec.structs.replace(LLAMA_8B, quantisation=made_fp8())
     assert products_of(quantised, Shard(0, 1)) == [Product(128256, 4096)]
+    of_experts = Quantisation(stored="mxfp4", bits=4, group=32)
+    assert len(products_of(msgspec.structs.replace(LLAMA_8B, quantisation=of_experts), Shard(0, 1))) == 5
 
 
 def test_without_a_hopper_gpu_nothing_is_tuned(capsys: pytest.CaptureFixture[str]) -> None:
