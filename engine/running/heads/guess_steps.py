@@ -122,9 +122,7 @@ class HeadSteps:
             num_rows = sum(row.num_guesses > place for row in rows)
             if num_rows < before:
                 self._words[0, num_rows:before] = -1
-                self._words[1, num_rows:before] = (
-                    0  # each step goes on from there, for nobody beyond the model's length
-                )
+                self._words[1, num_rows:before] = 0  # every step counts on, which may go past the tables' end
             before = num_rows
             self._step(num_rows, "later" if place else "first")
             if draws:

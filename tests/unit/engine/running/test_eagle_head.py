@@ -15,7 +15,8 @@ from torch.nn.functional import embedding, linear, scaled_dot_product_attention,
 
 from in_process_cluster import node_options
 from tandem.engine.running.heads.features import HeadFeatures
-from tiny_models import reference_model
+from tandem.engine.scheduling.speculation.head_tokens import HeadRow
+from tiny_models import random_prompt, reference_model
 
 NUM_GUESSES = 4
 EPS, THETA, HEADS, KV_HEADS, SIZE = 1e-5, 10000.0, 4, 2, 64
@@ -99,6 +100,17 @@ def next_token(token_ids: list[int]) -> int:
 def test_a_fork_and_rows_of_a_graph_have_the_same_features(tmp_path: Path) -> None:
     published = PublishedHead(random_head(tmp_path))
     check_fork(served_beside(tmp_path), published)
+
+
+def test_a_sequence_at_the_models_end_is_guessed_for_beside_others(tmp_path: Path) -> None:
+    """It has fewer guesses than they, in steps of as many rows."""
+    served = served_beside(random_head(tmp_path))
+    tokens = served.prompt(random_prompt(37, seed=3), 21)
+    expected, last = served.guesses(tokens), len(tokens) - 1
+    others = [HeadRow(slot, last, tokens[-1], NUM_GUESSES, 0, 0) for slot in (1, 2, 3)]
+    see = served.steps.guess([*others, HeadRow(4, 510, 5, 1, 0, 0)], ())  # of 512 tokens
+    assert see is not None
+    assert see()[0] == expected
 
 
 def test_what_lacks_its_feature_is_noted_without() -> None:
