@@ -45,12 +45,10 @@ def said_by_rank_0(script: Path, num_ranks: int, *more: str, timeout_s: float = 
         for rank in range(num_ranks)
     ]
     try:
-        answers = []
-        for rank in ranks:
-            out, errors = rank.communicate(timeout=timeout_s)
-            assert rank.returncode == 0, errors.decode()[-4000:]
-            answers.append(out)
-        return json.loads(answers[0].splitlines()[-1])
+        said = [rank.communicate(timeout=timeout_s) for rank in ranks]
+        errors = [f"rank {number}: {each.decode()[-4000:]}" for number, (_, each) in enumerate(said)]
+        assert not any(rank.returncode for rank in ranks), "\n".join(errors)
+        return json.loads(said[0][0].splitlines()[-1])
     finally:
         for rank in ranks:
             rank.kill()
