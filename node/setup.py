@@ -20,7 +20,7 @@ from tandem.engine.contracts.model_shape import ModelShape
 from tandem.engine.contracts.wire.parts import SPAN_MULTIPLE
 from tandem.engine.device.kv_encoding import choose_kv_encoding
 from tandem.engine.device.kv_pool import free_host_bytes, make_layout, num_blocks_for
-from tandem.engine.models.choice import load_chosen, load_config
+from tandem.engine.models.choice import dtype_of_weights, load_chosen, load_config
 from tandem.engine.models.identity import model_identity
 from tandem.engine.parallel.group import Membership, TensorParallel
 from tandem.engine.precision.kv_scales import scales_of_random_prompts
@@ -117,7 +117,7 @@ def load(
     torch.set_num_threads(options.num_threads or max(1, torch.get_num_threads() // num_ranks))
     name: str = options.model.dtype
     if name == "auto":
-        name = "float32" if device.type == "cpu" else config.dtype
+        name = "float32" if device.type == "cpu" else dtype_of_weights(folder, config, options.model)
     dtype: torch.dtype = getattr(torch, name)
     kept = choose_kv_encoding(cache, dtype, device, config.num_layers)
     shard = None if membership is None else membership.shard

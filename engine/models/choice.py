@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.generation_config import read_json_object
 from tandem.engine.contracts.model_config import ModelConfig, is_native, load_model_config
 from tandem.engine.contracts.weights.quantisation import made_fp8
 from tandem.engine.models.loader import load_model
+from tandem.engine.models.weights import TORCH_NAMES, stored_tensors
 from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.parallel.sharding import Shard
@@ -43,6 +46,21 @@ def load_config(folder: Path, options: ModelOptions) -> ModelConfig | HFConfig:
     from tandem.engine.models.hf.config import load_hf_config  # importing this takes seconds
 
     return load_hf_config(folder)
+
+
+def dtype_of_weights(folder: Path, config: ModelConfig | HFConfig, options: ModelOptions) -> str:
+    """The type that config.json names or, where it names none, as GPT-OSS's, the one in which most of the numbers that
+    aren't quantised are stored. Raises CheckpointError."""
+    raw = read_json_object(folder / "config.json") or {}
+    text = raw.get("text_config")
+    parts = [raw, text] if isinstance(text, dict) else [raw]
+    if options.load_format == "dummy" or any(part.get(name) for part in parts for name in ("dtype", "torch_dtype")):
+        return config.dtype
+    numbers = dict.fromkeys(TORCH_NAMES, 0)
+    for tensor in stored_tensors(folder).values():
+        if tensor.dtype in numbers:
+            numbers[tensor.dtype] += math.prod(tensor.shape)
+    return TORCH_NAMES[max(numbers, key=lambda dtype: numbers[dtype])] if any(numbers.values()) else config.dtype
 
 
 def _with_quantisation(config: ModelConfig, asked: str) -> ModelConfig:

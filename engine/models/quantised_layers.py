@@ -17,12 +17,12 @@ from tandem.engine.models import dummy_weights, packed_experts
 from tandem.engine.models.layers.basic import Linear
 from tandem.engine.models.mixture_layer import StackedExperts, expert_layers
 from tandem.engine.models.stored_layers import made_of, needed_tensors, weight_of
-from tandem.engine.models.weights import Needed, StoredTensor
+from tandem.engine.models.weights import TORCH_NAMES, Needed, StoredTensor
 from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.experts.stacked import StackedWeight
 from tandem.kernels.products.quantised_weight import QuantisedWeight
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {stored: getattr(torch, name) for stored, name in TORCH_NAMES.items()}
 
 
 class HasLayers(Protocol):

@@ -19,7 +19,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 << 20  # about the safetensors library's own limit
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I32": 4, "I64": 8}
-PLAIN_DTYPES = ("F32", "BF16", "F16")
+TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+PLAIN_DTYPES = tuple(TORCH_NAMES)
 # Of quantised layers: activations have scales of their own, if any (docs/quantised_weights.md).
 PASSED_OVER = ("input_scale", "activation_scale", "output_scale", "weight_shape", "input_zero_point")
 DUMMY_DIGEST = "dummy/1"  # identity of the weights of `--load-format dummy`; to be changed with their formula

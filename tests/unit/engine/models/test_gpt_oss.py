@@ -10,12 +10,13 @@ import pytest
 import torch
 from model_logits import logits_in_chunks
 from quantised_checkpoints import mxfp4_folders
+from safetensors.torch import load_file, save_file
 from tiny_hf_models import FAMILIES, tiny_hf_model
 
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
 from tandem.engine.contracts.model_config import is_native, load_model_config
-from tandem.engine.models.choice import check_shares, load_config
+from tandem.engine.models.choice import check_shares, dtype_of_weights, load_config
 from tandem.engine.models.loader import load_model
 from tandem.engine.parallel.sharding import Shard
 
@@ -94,6 +95,24 @@ def test_who_serves_which_checkpoint(tmp_path: Path) -> None:
     assert load_config(plain, ModelOptions(str(plain))).layers[0].has_sinks
     with pytest.raises(CheckpointError, match="quantised weights are not supported for models that run by transf"):
         load_config(folder, ModelOptions(str(folder), model_impl="transformers"))
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "plain"])
+def test_the_type_is_that_of_the_weights_where_none_is_named(kind: str, tmp_path: Path) -> None:
+    """As in OpenAI's own config.json."""
+    plain = tiny_hf_model("gpt_oss")
+    folder = plain if kind == "plain" else mxfp4_folders(plain, tmp_path)[0]
+    own = tmp_path / "own"
+    own.mkdir()
+    weights = load_file(folder / "model.safetensors")
+    halved = {name: each.bfloat16() if each.is_floating_point() else each for name, each in weights.items()}
+    save_file(halved, own / "model.safetensors", {"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    for named, expected in ({}, "bfloat16"), ({"torch_dtype": "float16"}, "float16"), ({"dtype": "float32"}, "float32"):
+        unnamed = {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
+        (own / "config.json").write_text(json.dumps(unnamed | named))
+        options = ModelOptions(str(own))
+        assert dtype_of_weights(own, load_config(own, options), options) == expected
 
 
 def test_shares_of_whole_groups(tmp_path: Path) -> None:
