@@ -14,9 +14,13 @@ from tiny_hf_models import tiny_hf_model
 
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
+from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.models.choice import load_chosen, load_config
+from tandem.engine.models.loader import load_model
+from tandem.engine.parallel.group import TensorParallel
+from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.experts.plans import NOT_HERE, Clamp
-from tandem.kernels.experts.stacked import e2m1, stacked_mxfp4
+from tandem.kernels.experts.stacked import StackedWeight, e2m1, stacked_mxfp4
 from tandem.kernels.reference import experts as twins
 
 CPU = torch.device("cpu")
@@ -49,6 +53,35 @@ def test_made_up_experts_are_stored_likewise(tmp_path: Path) -> None:
     experts = load(folder, load_format="dummy").layers[1].mlp.experts
     for stack in (experts.gate_up_proj, experts.down_proj):
         assert len(stack.dequantised(0, torch.float32).unique()) == 15  # 0 has two signs
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_ranks_have_their_shares(load_format: str, tmp_path: Path) -> None:
+    """A run of every expert's columns, or a run of experts; a bias behind a sum is rank 0's."""
+    folder, _ = mxfp4_folders(tiny_hf_model("gpt_oss"), tmp_path)
+
+    def experts_of(shard: Shard) -> tuple[StackedWeight, StackedWeight]:
+        group = None if shard.is_whole else TensorParallel(shard, CPU)
+        options = ModelOptions(str(folder), load_format=load_format)  # type: ignore[arg-type]
+        model = load_model(folder, load_model_config(folder), options, CPU, torch.float32, group=group)
+        experts: Any = model.layers[0].mlp.experts  # type: ignore[union-attr]
+        return experts.gate_up_proj, experts.down_proj
+
+    def numbers(stack: StackedWeight) -> torch.Tensor:
+        return torch.stack([stack.dequantised(expert, torch.float32) for expert in range(stack.shape[0])])
+
+    gate_up, down = experts_of(Shard())
+    gate, up = numbers(gate_up).chunk(2, 1)
+    half = gate.shape[1] // 2
+    for rank, run in enumerate((slice(half), slice(half, None))):
+        own_gate_up, own_down = experts_of(Shard(rank, 2))
+        assert torch.equal(numbers(own_gate_up), torch.cat((gate[:, run], up[:, run]), 1))
+        assert torch.equal(numbers(own_down), numbers(down)[:, :, run])
+        assert torch.equal(own_down.bias, torch.zeros_like(down.bias) if rank else down.bias)
+        own_gate_up, own_down = experts_of(Shard(rank, 2, True))
+        experts = slice(2 * rank, 2 * rank + 2)
+        assert torch.equal(numbers(own_gate_up), numbers(gate_up)[experts])
+        assert torch.equal(own_down.bias, down.bias[experts])
 
 
 @pytest.mark.parametrize(
