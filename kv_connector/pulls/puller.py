@@ -238,7 +238,7 @@ class Puller:
             parent = pull.hashes[index - 1] if index else None
             tenant = tenant_of_block(index, num_public, secrecy.salt)
             self._pool.register(block_id, pull.hashes[index], parent, None, tenant)
-        found = self._pool.match_prefix(pull.hashes)
+        found = self._pool.windows.usable(self._pool.match_prefix(pull.hashes))
         self._pool.touch(found)
         self._pool.free([*pull.held, *blocks], None)
         pull.held = found

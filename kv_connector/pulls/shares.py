@@ -70,8 +70,8 @@ class SharedPrompts:
 
     def want(self, request: Request, helpers: Sequence[PeerRef]) -> None:
         """Notes that `helpers` may compute chunks of `request`. Must be called before the scheduler gets it. Chunks are
-        not sent by block tables: where there are several, nobody helps."""
-        if self._pool.windows.num_each:
+        not sent by block tables: where there are several, nobody helps. Nor with a prompt whose samples part here."""
+        if self._pool.windows.num_each or _parts_here(request):
             return
         if helpers and self.info.node_id not in [each.node_id for each in helpers]:
             request.get_help(1 + len(helpers))
@@ -330,3 +330,10 @@ class SharedPrompts:
         for key in share.leaving:
             if self._by_key.pop(key, None) is not None:
                 self._source.cancel(key, self._now)
+
+
+def _parts_here(request: Request) -> bool:
+    """Whether samples of a prompt go on in sequences of their own as soon as it is computed. What these stand behind
+    could not be withheld until it is verified, as can what is drawn for the prompt itself."""
+    prompt = request.prompt
+    return len(request.sample_indices) > 1 and prompt.mode != "prefill" and not prompt.sampling.beam_width

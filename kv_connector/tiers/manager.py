@@ -188,6 +188,7 @@ class TierManager:
 
     def on_turn(self, pool_events: Sequence[BlockEvent], is_idle: bool) -> None:
         """Takes the pool's events after each turn of the step loop, and whether the node has nothing else to do."""
+        self.promoter.on_turn()
         self._write_back.on_turn(pool_events, is_idle)
 
     def on_done(self, done: JobDone) -> None:

@@ -105,6 +105,14 @@ class Promoter:
         self._host.pin(hashes)
         return self._make_load(hashes, block_ids)
 
+    def on_turn(self) -> None:
+        """Goes on where the taker may never be asked again: blocks that it can't begin from yet are held for it, and
+        counted once more among those that it lacks."""
+        for promotion in self._by_number.values():
+            is_usable = len(self._pool.windows.usable(promotion.hits)) == len(promotion.hits)
+            if promotion.stage is PromotionStage.FETCHED and not is_usable:
+                self.load_outside(promotion)
+
     def load_outside(self, promotion: Promotion) -> None:
         """Starts the loads of what is fetched, unless blocks have to cool down first."""
         num_blocks = len(promotion.hashes)
@@ -166,11 +174,12 @@ class Promoter:
 
     def _hold_what_is_found(self, promotion: Promotion) -> None:
         """Exchanges loaded blocks for those that others have computed meanwhile: these are the ones that are found, and
-        ours, held beside them, would only take room from the request that they are for."""
-        found = self._pool.match_prefix(promotion.hashes)
+        ours, held beside them, would only take room from the request that they are for. So would blocks that it can't
+        begin from, behind which others were to come."""
+        found = self._pool.windows.usable([*promotion.hits, *self._pool.match_prefix(promotion.hashes)])
         self._pool.touch(found)
-        self._pool.free(promotion.block_ids, None)
-        promotion.block_ids = found
+        self._pool.free(promotion.held, None)
+        promotion.hits, promotion.block_ids = found[: len(promotion.hits)], found[len(promotion.hits) :]
 
     def on_fetched(self, job: Fetch, done: JobDone) -> None:
         assert self._disk is not None

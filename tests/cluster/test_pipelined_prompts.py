@@ -98,6 +98,19 @@ def test_what_comes_wrong_costs_the_attempt_and_is_never_told() -> None:
         check_that_it_costs_the_attempt(nodes)
 
 
+def test_samples_that_part_where_their_prompt_is_computed_never_stand_behind_what_comes_wrong() -> None:
+    changes = {0: {"fault_injection": "corrupt:*"}}
+    with make_nodes("unified", "unified", transport="shm", changes=changes, chunk=CHUNK) as nodes:
+        before_last_layer(nodes, 0, nothing)
+        helper, own = (node.info for node in nodes.nodes)
+        result = nodes.client.submit("r", PROMPT, nodes.sampling, decode=own, samples=(0, 1), helpers=[helper])
+        nodes.client.wait(result)
+        assert result.failed is None, f"{result.failed}, having told {result.tokens}"
+        assert result.output(0) == result.output(1)
+        nodes.check(result, PROMPT)
+        nodes.ask(PROMPT, on=1)
+
+
 @pytest.mark.parametrize("round", [1, 2])
 def test_a_helper_that_fails_in_the_middle_costs_the_attempt(round: int) -> None:
     begun = set()

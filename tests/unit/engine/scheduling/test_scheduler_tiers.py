@@ -107,6 +107,23 @@ def test_from_disk_by_way_of_the_host_pool() -> None:
     harness.assert_empty()
 
 
+@pytest.mark.parametrize(("num_windows", "bad_every"), [(2, 0), (1, 3)])
+def test_what_a_prompt_as_large_as_the_pool_waits_with_never_keeps_it_from_starting(
+    num_windows: int, bad_every: int
+) -> None:
+    """Blocks that have lost their window blocks are held for it while others come from disk behind them, the last of
+    which may be damaged."""
+    harness = Harness(num_blocks=6 * (1 + num_windows), tiers=(4, 32, 1, bad_every), window=9, num_windows=num_windows)
+    for name, prompt in (("first", PROMPT), ("other", [2] * 13)):
+        harness.add(name, prompt, max_tokens=2)
+        harness.run()
+        harness.settle()
+    again(harness)
+    assert harness.tiers.manager.promoter.counters.disk_hits > 0
+    harness.settle()
+    harness.assert_empty()
+
+
 def test_a_copy_that_fails_leaves_the_rest_to_be_computed() -> None:
     harness = small(32, 32, 1, 0)
     evicted(harness)
