@@ -7,35 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from tandem.engine.contracts.errors import CheckpointError
-from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.models import dummy_weights
 from tandem.engine.models.mixture_layer import StackedExperts
+from tandem.engine.models.stored_layers import HasLayers
 from tandem.engine.models.weights import PLAIN_DTYPES, Needed, StoredTensor
-from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.experts.stacked import MX_GROUP, StackedWeight
 
 GATED = "gate_up_proj"
 PARTS = ("blocks", "scales", "bias")
 DUMMY_EXPONENT = 120  # 2^-7: with any e2m1 it keeps activations' size at some 3,000 inputs
-
-
-class HasExperts(Protocol):
-    """A model whose modules are called `layers.<number>.…`."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def shard(self) -> Shard: ...
-
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
 
 
 class PackedMatrix(NamedTuple):
@@ -61,15 +47,17 @@ class PackedMatrix(NamedTuple):
             raise CheckpointError(f"{self.name}_scales: {error}; use a checkpoint in bf16") from error
 
 
-def matrices_of(model: HasExperts) -> Iterator[PackedMatrix]:
+def matrices_of(model: HasLayers) -> Iterator[PackedMatrix]:
     """The matrices in MXFP4 of a process's share of a model."""
     config, shard = model.config, model.shard
+    if config.mixture is None:
+        return
+    own = shard.config(config).mixture
+    assert own is not None, "it has experts"
+    experts = slice(own.own.start, own.own.stop)
     for name, module in model.named_modules():
-        if not isinstance(module, StackedExperts) or config.mixture is None:
+        if not isinstance(module, StackedExperts):
             continue
-        own = shard.config(config).mixture
-        assert own is not None, "it has experts"
-        experts = slice(own.own.start, own.own.stop)
         cut = shard.cut(f"model.{name}.down_proj.weight", config)
         run = slice(0, config.mixture.width) if cut is None else slice(cut.start, cut.stop)
         every, both = slice(None), slice(2 * run.start, 2 * run.stop)
@@ -82,7 +70,7 @@ def matrices_of(model: HasExperts) -> Iterator[PackedMatrix]:
                 yield PackedMatrix(f"model.{name}.{kind}", stack, experts, outputs, inputs, adds)
 
 
-def needed_of(whole: HasExperts) -> dict[str, Needed]:
+def needed_of(whole: HasLayers) -> dict[str, Needed]:
     """Name -> what a checkpoint must hold for the experts of a model that is not shared out."""
     needed = {}
     for name, stack, *_ in matrices_of(whole):
@@ -95,7 +83,7 @@ def needed_of(whole: HasExperts) -> dict[str, Needed]:
 
 
 def fill(
-    model: HasExperts, stored: Mapping[str, StoredTensor], device: torch.device, on_filled: Callable[[], None]
+    model: HasLayers, stored: Mapping[str, StoredTensor], device: torch.device, on_filled: Callable[[], None]
 ) -> None:
     """Fills this process's share, of which alone the bytes are read. Raises CheckpointError."""
     for matrix in matrices_of(model):
@@ -112,7 +100,7 @@ def fill(
         on_filled()
 
 
-def fill_with_noise(model: HasExperts, whole: HasExperts, dtype: torch.dtype, device: torch.device) -> None:
+def fill_with_noise(model: HasLayers, whole: HasLayers, dtype: torch.dtype, device: torch.device) -> None:
     """Fills this process's share with what a model of 16 bits would be filled with, rounded to 4 bits."""
     for matrix, of_all in zip(matrices_of(model), matrices_of(whole), strict=True):
         noise_XNK = torch.empty(of_all.stack.shape, dtype=dtype, device=device)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
 from tandem.engine.contracts.model_config import ModelConfig
@@ -16,25 +14,13 @@ from tandem.engine.contracts.weights.quantisation import MXFP4
 from tandem.engine.models import dummy_weights, packed_experts
 from tandem.engine.models.layers.basic import Linear
 from tandem.engine.models.mixture_layer import StackedExperts, expert_layers
-from tandem.engine.models.stored_layers import made_of, needed_tensors, weight_of
+from tandem.engine.models.stored_layers import HasLayers, made_of, needed_tensors, weight_of
 from tandem.engine.models.weights import TORCH_NAMES, Needed, StoredTensor
 from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.experts.stacked import StackedWeight
 from tandem.kernels.products.quantised_weight import QuantisedWeight
 
 DTYPES: dict[str, torch.dtype] = {stored: getattr(torch, name) for stored, name in TORCH_NAMES.items()}
-
-
-class HasLayers(Protocol):
-    """A model, or a head beside one, whose modules are called `layers.<number>.…`."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def shard(self) -> Shard: ...
-
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
 
 
 def part_rows(name: str, num_rows: int, config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -6,13 +6,17 @@ compressed-tensors one after another, AWQ (AutoAWQ's gemm) in turns, of outputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from tandem.engine.contracts.errors import CheckpointError
+from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.contracts.weights.quantisation import MADE, Quantisation
 from tandem.engine.models.weights import PLAIN_DTYPES, Needed
+from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.products.quantised_weight import (
     INT4_HALF,
     LANE_INPUTS,
@@ -25,6 +29,18 @@ from tandem.kernels.products.quantised_weight import (
 )
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which nibble of a word holds output i of its eight
+
+
+class HasLayers(Protocol):
+    """A model, or a head beside one, whose modules are called `layers.<number>.…`."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def shard(self) -> Shard: ...
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
 
 
 def needed_tensors(how: Quantisation, num_outputs: int, num_inputs: int) -> dict[str, Needed]:

@@ -109,8 +109,9 @@ class Promoter:
         """Goes on where the taker may never be asked again: blocks that it can't begin from yet are held for it, and
         counted once more among those that it lacks."""
         for promotion in self._by_number.values():
-            is_usable = len(self._pool.windows.usable(promotion.hits)) == len(promotion.hits)
-            if promotion.stage is PromotionStage.FETCHED and not is_usable:
+            if promotion.stage is not PromotionStage.FETCHED:
+                continue
+            if len(self._pool.windows.usable(promotion.hits)) < len(promotion.hits):
                 self.load_outside(promotion)
 
     def load_outside(self, promotion: Promotion) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from tier_nodes import (
@@ -20,6 +21,7 @@ from tier_nodes import (
 from waiting import PATIENCE_S
 
 from in_process_cluster import Client, Node, node_options
+from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.requests import FlushBlocks
 from tandem.kv_connector.tiers import ways, write_back
@@ -43,6 +45,26 @@ def single(references: References) -> Iterator[Asker]:
     node.wait_until_whole()
     node.stop()
     node.process.tiers.manager.check_integrity()
+
+
+@contextmanager
+def asker_of(*nodes: Node) -> Iterator[Asker]:
+    """Nodes that are whole at the end."""
+    asker = Asker(*nodes)
+    try:
+        yield asker
+        for node in nodes:
+            node.wait_until_whole()
+    finally:
+        asker.client.close()
+        for node in reversed(nodes):
+            node.stop()
+
+
+def small_prefill() -> list[NodeOptions]:
+    """Of a decode node and a prefill node, whose pool is too small for what it is asked."""
+    counts = {"decode": 96, "prefill": 24}
+    return [node_options(role, tiny_model("llama"), num_blocks=counts[role]) for role in counts]
 
 
 # README says: "goes to host memory"
@@ -83,46 +105,26 @@ def test_flush_empties_them(single: Asker, references: References) -> None:
 
 def test_a_prefill_node_hands_on_what_it_loads(references: References) -> None:
     """Under the forward pass too: what is pushed is what was loaded."""
-    options = [
-        node_options(role, tiny_model("llama"), num_blocks=count) for role, count in (("decode", 96), ("prefill", 24))
-    ]
-    nodes = [always_loading(Node(each)) for each in options]
-    asker = Asker(*nodes)
-    try:
+    nodes = [always_loading(Node(each)) for each in small_prefill()]
+    with asker_of(*nodes) as asker:
         for _ in range(2):
             for wanted in references:
                 asker.ask(wanted)
                 until_saved(nodes[1])
                 asker.client.send(nodes[0].info, FlushBlocks())
         assert asker.counts(nodes[1])["tier_host_hits"] >= NUM_HITS
-        for node in nodes:
-            node.wait_until_whole()
-    finally:
-        asker.client.close()
-        for node in reversed(nodes):
-            node.stop()
 
 
 def test_a_prefill_node_saves_what_its_prompts_push_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that have nothing in common, so that only they take blocks."""
     monkeypatch.setattr(write_back, "SAVED_AHEAD", 0)
     monkeypatch.setattr(ways, "WAY_S", PATIENCE_S)
-    options = [
-        node_options(role, tiny_model("llama"), num_blocks=count) for role, count in (("decode", 96), ("prefill", 24))
-    ]
-    nodes = [Node(each) for each in options]
-    asker = Asker(*nodes)
-    try:
+    nodes = [Node(each) for each in small_prefill()]
+    with asker_of(*nodes) as asker:
         prompts = [random_prompt(LENGTHS[0], seed=number) for number in range(8)]
         asker.ask(*((each, reference_greedy(tiny_model("llama"), each, SAMPLING.max_tokens)) for each in prompts))
         assert asker.counts(nodes[1])["tier_saves"] > NUM_HITS
         assert asker.counts(nodes[1])["tier_blocks_lost"] == 0
-        for node in nodes:
-            node.wait_until_whole()
-    finally:
-        asker.client.close()
-        for node in reversed(nodes):
-            node.stop()
 
 
 @pytest.mark.parametrize(("hosts", "is_loaded"), [(("a", "b"), True), (("a", "a"), False)])
@@ -135,8 +137,7 @@ def test_a_decode_node_need_not_be_sent_what_its_host_memory_has(
     counts = {"decode": 24, "prefill": 96}
     options = [node_options(role, tiny_model("llama"), num_blocks=counts[role], transport="tcp") for role in counts]
     nodes = [always_loading(Node(each)) for each in options]
-    asker = Asker(*nodes)
-    try:
+    with asker_of(*nodes) as asker:
         for wanted in references:
             asker.ask(wanted)
             until_saved(nodes[0])
@@ -147,12 +148,6 @@ def test_a_decode_node_need_not_be_sent_what_its_host_memory_has(
         num_pushed = (nodes[1].process.transfer.counters["kv_pushed_bytes"] - before) / BLOCK_BYTES
         assert (asker.counts(nodes[0])["tier_host_hits"] >= NUM_HITS) == is_loaded
         assert num_pushed <= len(references) if is_loaded else num_pushed >= NUM_HITS
-        for node in nodes:
-            node.wait_until_whole()
-    finally:
-        asker.client.close()
-        for node in reversed(nodes):
-            node.stop()
 
 
 def test_none_where_they_are_turned_off() -> None:

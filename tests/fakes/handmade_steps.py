@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
-from tandem.engine.contracts.kv_layout import places_of_layers
-from tandem.engine.contracts.model_config import load_model_config
+from tandem.engine.contracts.kv_layout import LayerPlace, places_of_layers
+from tandem.engine.contracts.model_config import ModelConfig, load_model_config
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.models.loader import load_model
 from tandem.engine.running.decode_graphs import DecodeGraphs
@@ -80,11 +80,16 @@ def make_runner(
     config = load_model_config(folder)
     model = before_model(load_model(folder, config, ModelOptions(model=str(folder)), CPU, torch.float32))
     places = places_of_layers([config.window_of(layer) for layer in range(config.num_layers)]) if apart else ()
-    num_layers = 1 + max(place.layer for place in places) if places else config.num_layers
-    num_blocks = NUM_BLOCKS * (1 + max((place.table for place in places), default=0))
-    pool = torch.zeros(num_blocks, config.num_kv_heads, num_layers, 2, BLOCK, config.head_dim)
+    pool = torch.zeros(pool_shape(config, places, NUM_BLOCKS))
     options = SchedulerOptions(max_num_seqs=num_slots, max_num_batched_tokens=96, max_prefill_chunk=max_chunk)
     return ModelRunner(model, pool, options, BLOCK, MAX_LEN, (), connector, places=places)
+
+
+def pool_shape(config: ModelConfig, places: Sequence[LayerPlace], num_blocks: int) -> tuple[int, ...]:
+    """Room for `num_blocks` blocks, and as many window blocks of each list."""
+    num_layers = 1 + max(place.layer for place in places) if places else config.num_layers
+    num_tables = 1 + max((place.table for place in places), default=0)
+    return num_blocks * num_tables, config.num_kv_heads, num_layers, 2, BLOCK, config.head_dim
 
 
 def with_windows(step: SchedulerOutput, runner: ModelRunner, num_blocks: int = NUM_BLOCKS) -> SchedulerOutput:

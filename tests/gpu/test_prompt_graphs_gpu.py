@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_checks import ON_HOPPER
-from handmade_steps import BLOCK, new_slot, with_windows
+from handmade_steps import BLOCK, new_slot, pool_shape, with_windows
 
 from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
 from tandem.engine.contracts.kv_layout import places_of_layers
@@ -32,11 +32,7 @@ def runner_of(folder: Path, dtype: torch.dtype) -> ModelRunner:
     config, device = load_model_config(folder), torch.device("cuda")
     model = load_model(folder, config, ModelOptions(model=str(folder)), device, dtype)
     places = places_of_layers([config.window_of(layer) for layer in range(config.num_layers)])
-    num_layers = 1 + max(place.layer for place in places) if places else config.num_layers
-    num_blocks = NUM_BLOCKS * (1 + max((place.table for place in places), default=0))
-    pool = torch.zeros(
-        num_blocks, config.num_kv_heads, num_layers, 2, BLOCK, config.head_dim, dtype=dtype, device=device
-    )
+    pool = torch.zeros(pool_shape(config, places, NUM_BLOCKS), dtype=dtype, device=device)
     options = SchedulerOptions(max_num_seqs=8, max_num_batched_tokens=512)
     runner = ModelRunner(model, pool, options, BLOCK, MAX_LEN, (), places=places)
     runner.warmup()

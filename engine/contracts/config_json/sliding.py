@@ -36,8 +36,7 @@ def sliding_layers_of(fields: KnownFields) -> tuple[int | None, tuple[bool, ...]
         may_slide = not isinstance(fields, Qwen3MoeFields) or fields.use_sliding_window
         return fields.sliding_window if may_slide else None, ()
     types, num_layers = fields.layer_types, fields.num_hidden_layers
-    if types is not None and (len(types) != num_layers or not set(types) <= set(LAYER_TYPES)):
-        raise ValueError(f"layer_types must say {' or '.join(LAYER_TYPES)} {num_layers} times")
+    _check_types(types, num_layers)
     slides = types is not None and "sliding_attention" in types
     if isinstance(fields, LlamaFields):
         # transformers would cut such a model's cache by the window, but not its prompt's attention.
@@ -61,8 +60,13 @@ def _alternating(fields: GptOssFields) -> tuple[bool, ...]:
     num_layers, types = fields.num_hidden_layers, fields.layer_types
     if types is None:
         types = [LAYER_TYPES[1 - layer % 2] for layer in range(num_layers)]
-    if len(types) != num_layers or not set(types) <= set(LAYER_TYPES):
-        raise ValueError(f"layer_types must say {' or '.join(LAYER_TYPES)} {num_layers} times")
+    _check_types(types, num_layers)
     if fields.sliding_window is None:
         raise ValueError("sliding_window is not set, without which transformers builds no gpt_oss; name it")
     return tuple(kind == "sliding_attention" for kind in types)
+
+
+def _check_types(types: list[str] | None, num_layers: int) -> None:
+    """Raises ValueError unless each layer is of a known type, or nothing is said."""
+    if types is not None and (len(types) != num_layers or not set(types) <= set(LAYER_TYPES)):
+        raise ValueError(f"layer_types must say {' or '.join(LAYER_TYPES)} {num_layers} times")
