@@ -191,13 +191,13 @@ class BatchState:
 
     def _scatter(self, patches: list[tuple[torch.Tensor, list[np.ndarray], list[np.ndarray]]]) -> None:
         """Sets table.flat[indices] = values for each (table, flat indices, values), all sent in one copy."""
-        arrays = [np.concatenate(part) if part else _EMPTY_IDS for _, at, values in patches for part in (at, values)]
-        if not any(array.size for array in arrays):
+        needed = [(table, np.concatenate(at), np.concatenate(values)) for table, at, values in patches if at]
+        needed = [(table, at, values) for table, at, values in needed if at.size]
+        if not needed:
             return
-        sent = upload(arrays, self.device)
-        for place, (table, _, _) in enumerate(patches):
-            index, value = sent[2 * place], sent[2 * place + 1]
-            table.view(-1).index_copy_(0, index, value.to(table.dtype))
+        sent = upload([array for _, *both in needed for array in both], self.device)
+        for (table, _, _), at, values in zip(needed, sent[::2], sent[1::2], strict=True):
+            table.view(-1).index_copy_(0, at, values.to(table.dtype))
 
     def _set_settings(self, new: NewSlot) -> None:
         params, slot = new.sampling, new.slot

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from tandem.engine.models.heads.taps import GuessHead
 
 
+# Up to so many rows Python is faster than numpy, whose twenty calls took 130 us of a step beside an H200
+# (docs/measurements.md#an-eagle-head); the device waits for this.
+FEW_ROWS = 64
+
+
 class HeadFeatures:
     """The features of one runner's slots."""
 
@@ -50,6 +55,8 @@ class HeadFeatures:
     def links(self, slot_T: np.ndarray, position_T: np.ndarray) -> np.ndarray:
         """int64 [3, T], on the host: of each row the row of the same step that holds the token before (-1: none), the
         place where that token's feature is otherwise, and the place for its own. Slots below 0 are nobody's."""
+        if len(slot_T) <= FEW_ROWS:
+            return self._links_of_few(slot_T.tolist(), position_T.tolist())
         nowhere = self._num_slots * self._num_places
         key_T = slot_T * (1 << 32) + position_T
         order = np.argsort(key_T, kind="stable")
@@ -63,6 +70,18 @@ class HeadFeatures:
         source_T = np.where(slot_T < 0, nowhere, self._place(slot_T, position_T - 1))
         own_T = np.where((slot_T < 0) | ~is_last_T, nowhere, self._place(slot_T, position_T))
         return np.stack([before_T, source_T, own_T])
+
+    def _links_of_few(self, slots: list[int], positions: list[int]) -> np.ndarray:
+        nowhere, places = self._num_slots * self._num_places, self._num_places
+        row_of = {each: row for row, each in enumerate(zip(slots, positions, strict=True)) if each[0] >= 0}
+        links = np.full((3, len(slots)), nowhere, np.int64)
+        links[0] = -1
+        for (slot, position), row in row_of.items():
+            links[0, row] = row_of.get((slot, position - 1), -1)
+            links[1, row] = slot * places + (position - 1) % places
+            if (slot, position + places) not in row_of:
+                links[2, row] = slot * places + position % places
+        return links
 
     def note(self, token_T: torch.Tensor, position_T: torch.Tensor, links_3T: torch.Tensor) -> None:
         """Takes in a pass of the model that has just run, within its forward context. Stores the head's keys."""

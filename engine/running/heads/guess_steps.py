@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import numpy as np
 import torch
 
 from tandem.engine.process.process_log import RateLimited
@@ -62,9 +61,11 @@ class HeadSteps:
         self._max_model_len, self.device = max_model_len, state.device
         self.sizes = graph_sizes(max_rows)
         rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
-        self._words = torch.zeros((3, rows), dtype=torch.int64, device=self.device)  # slots, positions, tokens
-        self._words[0] = -1
+        # Slots, slots whose tables take the guess (-1: nobody's), positions, tokens.
+        self._words = torch.zeros((4, rows), dtype=torch.int64, device=self.device)
+        self._words[:2] = -1
         self._guessed = torch.zeros((head.num_speculative_tokens + 1, rows), dtype=torch.int64, device=self.device)
+        self._place = torch.zeros(1, dtype=torch.int64, device=self.device)  # of the newest step in `_guessed`
         self._inputs = DecodeInputs.allocate(rows, state.max_blocks, self.device)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
         self._hidden_RE = torch.zeros((rows, head.hidden_size), dtype=head.dtype, device=self.device)
@@ -112,25 +113,27 @@ class HeadSteps:
         """The tokens of each step, on their way to the host: int64 [steps, R]. Those that no row wants may be any."""
         self._state.apply((), appends)
         size = self._size_for(len(rows))
-        given = torch.zeros((3, size), dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        given[0] = -1
-        given.numpy()[:, : len(rows)] = np.array([(row.slot, row.position, row.token) for row in rows]).T
+        given = torch.empty((4, size), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        words = given.numpy()
+        words[:2], words[2:] = -1, 0
+        words[0, : len(rows)] = [row.slot for row in rows]
+        if in_place:
+            words[1] = words[0]
+        words[2, : len(rows)] = [row.position for row in rows]
+        words[3, : len(rows)] = [row.token for row in rows]
         self._words[:, :size].copy_(given, non_blocking=True)
-        draws = not self._state.all_plain([row.slot for row in rows])
+        draws = not self._state.all_plain([row.slot for row in rows if row.slot >= 0])
         before = len(rows)
         for place in range(rows[0].num_guesses):
             num_rows = sum(row.num_guesses > place for row in rows)
             if num_rows < before:
-                self._words[0, num_rows:before] = -1
-                self._words[1, num_rows:before] = 0  # every step counts on, which may go past the tables' end
+                self._words[:2, num_rows:before] = -1
+                self._words[2, num_rows:before] = 0  # every step counts on, which may go past the tables' end
             before = num_rows
             self._step(num_rows, "later" if place else "first")
             if draws:
                 self._draw(rows[:num_rows], place)
-            if in_place:
-                slot_R, position_R, token_R = self._words[:, :num_rows]
-                store_tokens(slot_R, position_R, token_R, self._state.token_ids_SC)
-            self._guessed[place, :num_rows].copy_(self._words[2, :num_rows])
+                self._keep(num_rows)
         return to_host(self._guessed[: rows[0].num_guesses, : len(rows)])
 
     def _size_for(self, num_rows: int) -> int:
@@ -145,9 +148,12 @@ class HeadSteps:
 
     def _compute(self, size: int, kind: StepKind) -> None:
         """Leaves the likeliest token where the next step looks for its own."""
-        slot_G, position_G, token_G = self._words[:, :size]
+        slot_G, _, position_G, token_G = self._words[:, :size]
         if kind == "later":
             position_G += 1
+            self._place += 1
+        else:
+            self._place.zero_()
         state, inputs = self._state, self._inputs.first(size)
         gather_decode_inputs(slot_G, position_G, state.token_ids_SC, state.block_table_SB, state.block_size, inputs)
         feature_GE = self._hidden_RE[:size] if kind == "later" else self._features.of(slot_G, position_G - 1)
@@ -169,6 +175,13 @@ class HeadSteps:
         logits_GW = self._head.project(hidden_GE)
         token_G.copy_(self._head.token_W[argmax_tokens(logits_GW)])
         self._logits_RV[:size].index_copy_(1, self._head.token_W, logits_GW)
+        self._keep(size)
+
+    def _keep(self, num_rows: int) -> None:
+        """Keeps the newest guesses for the host, and puts them where the step that checks them looks for its input."""
+        _, taking_G, position_G, token_G = self._words[:, :num_rows]
+        self._guessed[:, :num_rows].index_copy_(0, self._place, token_G[None])
+        store_tokens(taking_G, position_G, token_G, self._state.token_ids_SC)
 
     def _lengths(self, position_G: torch.Tensor) -> tuple[int, ...]:
         """Lengths on the host, for backends that loop there: those of CPUs. Captured steps read them on the device."""
@@ -184,19 +197,19 @@ class HeadSteps:
         ]
         whole, _, _ = self._state.sampling_batch(samples)
         drawn_R, _ = sample(self._logits_RV[: len(rows)], SamplingBatch(edits=whole.edits, random=whole.random))
-        self._words[2, : len(rows)].copy_(drawn_R)
+        self._words[3, : len(rows)].copy_(drawn_R)
 
     @torch.inference_mode()
     def run_dummy(self, num_rows: int) -> None:
         """A later step of nobody's rows, which stores nothing."""
-        self._words[0], self._words[1] = -1, 0
+        self._words[:2], self._words[2], self._place[:] = -1, 0, 0
         self._step(num_rows, "later")
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compiles kernels, by steps of every size."""
         self._announce("warm_up")
-        self._words[0] = -1
+        self._words[:2] = -1
         for size in self.sizes:
             self._compute(size, "first")
             self.run_dummy(size)

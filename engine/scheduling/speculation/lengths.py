@@ -63,18 +63,19 @@ def num_worthwhile(
     )
     best, expected, deepest = 0, float(num_streams), 0
     best_rate = 0.0 if costs is None else expected / costs.plain_s
+    beside_s = 0.0  # what a turn takes beside its step
     for num, (chance, _, place) in enumerate(drafts[:most], 1):
         expected -= chance
-        if place > deepest:
-            deepest = place
         if costs is None:
             if -chance < LEAST_CHANCE or num_tokens + num > FREE_ROWS:
                 break
             best = num
-        else:
-            rate = expected / (costs.of_step(num_tokens + num, deepest) + costs.stall_s)
-            if rate > best_rate:
-                best, best_rate = num, rate
+            continue
+        if place > deepest:
+            deepest, beside_s = place, costs.stall_s + place * costs.guess_s
+        rate = expected / (costs.step_s(num_tokens + num) + beside_s)
+        if rate > best_rate:
+            best, best_rate = num, rate
     counts = [0] * len(chances)
     for _, index, _ in drafts[:best]:
         counts[index] += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -70,10 +70,10 @@ class TokenIndex:
         if len(self._tokens) < self._least:
             return None
         run = self._tokens[-self._least :]
-        later = self._ends.get(tuple(run), [])[: -1 - CANDIDATES : -1]
+        later = self._ends.get(tuple(run), ())[: -1 - CANDIDATES : -1]
         best, longest = self._best_of(later, None, self._least - 1)
         if longest < self._most and len(later) < CANDIDATES:
-            best, longest = self._best_of(self._in_prompt(run, CANDIDATES - len(later)), best, longest)
+            best, _ = self._best_of(self._in_prompt(run, CANDIDATES - len(later)), best, longest)
         return best
 
     def _best_of(self, places: Iterable[int], best: int | None, longest: int) -> tuple[int | None, int]:
@@ -91,14 +91,14 @@ class TokenIndex:
                         break
         return best, longest
 
-    def _in_prompt(self, run: Sequence[int], count: int) -> Iterator[int]:
+    def _in_prompt(self, run: Sequence[int], count: int) -> Sequence[int]:
         """Positions of last tokens of runs of the prompt that may be this run, the newest first, `count` at most."""
         key = _key_of(run)
         end = bisect.bisect_right(self._keys, key)
-        for index in range(end - 1, max(-1, end - 1 - count), -1):
-            if self._keys[index] != key:
-                break
-            yield self._order[index] + self._least - 1
+        first = end
+        while first and end - first < count and self._keys[first - 1] == key:
+            first -= 1
+        return [place + self._least - 1 for place in self._order[first:end][::-1]] if first < end else ()
 
 
 def _keys_of(tokens: np.ndarray, size: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from served_head import ServedHead, check_fork, check_guesses
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
 
 from in_process_cluster import node_options
-from tandem.engine.running.heads.features import HeadFeatures
+from tandem.engine.running.heads.features import FEW_ROWS, HeadFeatures
 from tandem.engine.scheduling.speculation.head_tokens import HeadRow
 from tiny_models import random_prompt, reference_model
 
@@ -121,6 +122,19 @@ def test_what_lacks_its_feature_is_noted_without() -> None:
     assert before == [-1, -1, 1, 2, 3, -1]
     assert source == [2 * 3 + 0, 0, 1, 2, 0, 12]
     assert own == [2 * 3 + 1, 12, 2, 0, 1, 12]  # the place of 4 is taken by 7
+
+
+def test_links_of_few_and_of_many_rows_are_the_same() -> None:
+    """Rows of nobody, which change nothing, make many of few."""
+    features, generator = HeadFeatures(Kept(), 8, torch.device("cpu")), random.Random(0)
+    for _ in range(200):
+        starts = {slot: generator.randrange(9) for slot in generator.sample(range(8), 3)}
+        rows = [(slot, start + place) for slot, start in starts.items() for place in range(generator.randint(1, 9))]
+        generator.shuffle(rows)
+        few = features.links(*np.array(rows).T)
+        many = features.links(*np.array(rows + [(-1, 0)] * FEW_ROWS).T)
+        assert (many[:, : len(rows)] == few).all()
+        assert (many[:, len(rows) :].T == [-1, 8 * 3, 8 * 3]).all()
 
 
 class Kept:
