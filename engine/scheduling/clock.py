@@ -54,14 +54,16 @@ class StepClock:
     def __init__(
         self, now: Callable[[], float], *, by_size: bool = True, measured_tokens: int = MEASURED_TOKENS
     ) -> None:
-        """With `by_size` a step is expected to take what earlier ones of its size took, which suits decodes; else what
-        its prompt tokens take, since hardly two chunks of prompts are equally long. `measured_tokens`: the least
-        number of prompt tokens over which their time is measured."""
+        """With `by_size` a step is expected to take what earlier ones of its size took, which suits decodes, but for
+        long ones of prompts alone: the more a chunk attends to the longer it takes, and of steps of one size the
+        fastest count most. Else a step takes what its prompt tokens take, since hardly two chunks of prompts are
+        equally long. `measured_tokens`: the least number of prompt tokens over which their time is measured."""
         self.now = now
         self.prompt_rate = Rate()
         self.share_held_up = 0.0  # share of the last steps that ended long before they were read; only `by_size`
         self._by_size = by_size
         self._measured_tokens = measured_tokens
+        self._alone_rate = Rate()  # of long steps of prompts alone; only `by_size`
         self._gathered = (0, 0.0)  # prompt tokens of small steps, and what those took
         self._seconds: dict[int, float] = {}  # size -> expected seconds of a step
         self._steps: dict[int, RunningStep] = {}  # launched and not read, by step id
@@ -81,9 +83,14 @@ class StepClock:
 
     def seconds_of(self, step: RunningStep) -> float:
         """The seconds that `step` is expected to take; 0: not known."""
-        if self._by_size:
-            return self._seconds.get(step.size, 0.0)
-        return step.num_prompt_tokens * self.seconds_per_token
+        if not self._by_size:
+            return step.num_prompt_tokens * self.seconds_per_token
+        if self._is_long_prompt(step):
+            return step.num_prompt_tokens * self._alone_rate.seconds
+        return self._seconds.get(step.size, 0.0)
+
+    def _is_long_prompt(self, step: RunningStep) -> bool:
+        return step.is_prompts_alone and step.num_prompt_tokens >= self._measured_tokens
 
     def began_at(self) -> float:
         """When the running step began; the past if none runs."""
@@ -116,7 +123,9 @@ class StepClock:
         if may_wait and self.prompt_rate.seconds:  # else it is better than nothing
             return seconds
         self._measure_prompt(step.num_prompt_tokens, seconds)
-        if self._by_size:
+        if self._by_size and self._is_long_prompt(step):
+            self._alone_rate.measured(step.num_prompt_tokens, seconds)
+        elif self._by_size:
             self._learn_size(step.size, seconds, expected_begin)
         return seconds
 
