@@ -46,7 +46,7 @@ class TensorParallel:
         self.device = device
         self._mail: Mail | None = None
         self._nothing_1E: torch.Tensor | None = None  # what is summed only to know that all ranks have come so far
-        self._num_exchanges = 0  # of the newest step
+        self.num_exchanges = 0  # of the newest step; a graph's are counted by who replays it
         self._stand_in: StandIn | None = None
 
     @classmethod
@@ -92,14 +92,19 @@ class TensorParallel:
 
     def begin_step(self) -> None:
         """Begins another step: the exchanges from here on are counted from 0."""
-        self._num_exchanges, self._stand_in = 0, None
+        self.num_exchanges, self._stand_in = 0, None
 
     def stand_in(self, rows: Mapping[int, int]) -> None:
         """Makes this rank give zeros for the rest of a step that it has no memory for: `rows[n]` rows to an exchange to
         which it comes with n. The exchanges in which it has taken part already are passed over."""
         if self._stand_in is None:
-            self._stand_in = StandIn(rows, self._num_exchanges)
+            self._stand_in = StandIn(rows, self.num_exchanges)
         self._stand_in.rows = rows
+
+    @property
+    def most_captured_rows(self) -> int | None:
+        """Rows of the largest exchange that a graph may have, since larger ones go by NCCL; None: any number."""
+        return None if self._mail is None else self._mail.layout.row_lanes
 
     def sum_add_rms_norm(
         self, x_NE: torch.Tensor, residual_NE: torch.Tensor, weight_E: torch.Tensor, eps: float
@@ -169,7 +174,7 @@ class TensorParallel:
     ) -> torch.Tensor:
         if self._mail is not None and (way := self._mail.way(x_NE)) is not None:
             normed_NE = sum_add_rms_norm(self._mail, x_NE, residual_NE, weight_E, eps, way)
-            self._num_exchanges += 1
+            self.num_exchanges += 1
             return normed_NE
         self._all_reduce(x_NE)
         return add_rms_norm(x_NE, residual_NE, weight_E, eps)
@@ -179,7 +184,7 @@ class TensorParallel:
             assert self._nothing_1E is not None, "made when the group was joined"
             total_NE = torch.zeros_like(x_NE)
             sum_add_rms_norm(self._mail, x_NE, total_NE, self._nothing_1E[0], 1.0, way)
-            self._num_exchanges += 1
+            self.num_exchanges += 1
             return total_NE
         self._all_reduce(x_NE)
         return x_NE
@@ -187,13 +192,13 @@ class TensorParallel:
     def _all_reduce(self, x_NE: torch.Tensor) -> None:
         if x_NE.shape[0]:
             dist.all_reduce(x_NE)
-        self._num_exchanges += 1
+        self.num_exchanges += 1
 
     def _argmax(self, logits_NV: torch.Tensor) -> torch.Tensor:
         num_rows, shard_size = logits_NV.shape
         if self._mail is not None and num_rows <= self._mail.layout.max_rows:
             token_N = argmax_of_shards(self._mail, logits_NV)
-            self._num_exchanges += 1
+            self.num_exchanges += 1
             return token_N
         own_N = argmax_tokens(logits_NV)
         peak_N = logits_NV.gather(1, own_N[:, None])[:, 0]
@@ -203,12 +208,12 @@ class TensorParallel:
 
     def _from_rank_0(self, tensor: torch.Tensor) -> torch.Tensor:
         dist.broadcast(tensor, src=0)
-        self._num_exchanges += 1
+        self.num_exchanges += 1
         return tensor
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         """Every rank's tensor, [R, *shape], in the order of ranks."""
         out = tensor.new_empty((self.shard.size, *tensor.shape))
         _all_gather(out.flatten(0, 1), tensor.contiguous())
-        self._num_exchanges += 1
+        self.num_exchanges += 1
         return out

@@ -56,6 +56,8 @@ class EagerSteps:
         self._media = media
         self._features = features
         self._prompt_graphs: PromptGraphs | None = None
+        # How many rows ranks exchange in the pass of the newest step, a graph's or its own; None: that isn't decided.
+        self._rows_exchanged: int | None = None
 
     def replay(self, graphs: PromptGraphs | None) -> None:
         """Has these graphs computed what they take, from now on. None: nothing is replayed."""
@@ -69,7 +71,7 @@ class EagerSteps:
             self._wait_for_layers(output)
             self._save_layers(output)
             return
-        pieces = split_step(output, output.num_tokens)
+        pieces, self._rows_exchanged = split_step(output, output.num_tokens), None
         while True:
             try:
                 self._try_pieces(pieces, output, step)
@@ -80,6 +82,8 @@ class EagerSteps:
             except torch.OutOfMemoryError as error:
                 largest = max(piece.num_tokens for piece in pieces)
                 self._faults.on_out_of_memory(largest, error)
+                if self._model.group is not None and self._rows_exchanged is None and self._prompt_graphs is not None:
+                    raise  # nobody knows how many rows the other ranks exchange
             if self._model.group is not None:
                 self._forgo(output, step, self._model.group)
                 break
@@ -98,14 +102,10 @@ class EagerSteps:
         media: MediaInputs | None = None,
     ) -> torch.Tensor:
         """The decoder's hidden states `[wanted tokens, H]`, all of them where `wanted` is None."""
-        context = ForwardContext(
-            attn_metadata=inputs.metadata if inputs.by_layer is None else inputs.by_layer,
-            no_compile_layers=self._model.attention_layers,
-            hooks=hooks,
-            adapters=inputs.adapters,
-        )
-        graphs = self._prompt_graphs
-        if graphs is not None and media is None and graphs.takes(inputs):
+        context = self._context(inputs, hooks)
+        graphs, self._rows_exchanged = self._prompt_graphs, len(inputs.positions_T)
+        if graphs is not None and media is None and graphs.takes(inputs, wanted):
+            self._rows_exchanged = graphs.size_of(self._rows_exchanged)
             if not graphs.have_run(inputs, wanted):
                 self._settle()
             try:
@@ -116,6 +116,23 @@ class EagerSteps:
                 self._faults.on_launch_failure("a prompt's graph", "launching kernel by kernel", error)
         self._settle()
         self._faults.counters["steps_launched"] += 1
+        return self._launch(inputs, wanted, context, media)
+
+    def _context(self, inputs: ForwardInputs, hooks: KVConnectorWorker | None = None) -> ForwardContext:
+        return ForwardContext(
+            attn_metadata=inputs.metadata if inputs.by_layer is None else inputs.by_layer,
+            no_compile_layers=self._model.attention_layers,
+            hooks=hooks,
+            adapters=inputs.adapters,
+        )
+
+    def _launch(
+        self,
+        inputs: ForwardInputs,
+        wanted: WantedTokens | None,
+        context: ForwardContext,
+        media: MediaInputs | None = None,
+    ) -> torch.Tensor:
         with set_forward_context(context):
             if media is not None:
                 return self._model(inputs.input_ids_T, inputs.positions_T, wanted, media)
@@ -134,9 +151,10 @@ class EagerSteps:
         Raises OutOfMemoryError where there is no memory for zeros, either: then the process must end."""
         self._faults.lose(step)
         every, num_samples = any(row.prompt_logprobs for row in output.rows), len(output.samples)
-        group.stand_in({2: output.num_tokens, 1: num_samples})
+        group.stand_in({2: self._rows_exchanged or output.num_tokens, 1: num_samples})
         inputs = self._inputs.build_dummy((ScheduledRow(0, 0, 2),))
-        hidden_NH = self.forward(inputs, None if every else self._inputs.last_tokens(inputs, (0,)))[:1]
+        wanted = None if every else self._inputs.last_tokens(inputs, (0,))
+        hidden_NH = self._launch(inputs, wanted, self._context(inputs))[:1]
         for row in output.rows if every else ():
             for _, count in self._state.prompt_logprob_runs(row):
                 group.stand_in({1: count})

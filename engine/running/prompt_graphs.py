@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from tandem.engine.contracts.kv_layout import push_groups
+from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.running.decode_graphs import without_garbage
 from tandem.engine.running.step_inputs import ForwardInputs, StepInputs
 from tandem.kernels.api.attention import Attention
@@ -66,6 +67,7 @@ class Segment(NamedTuple):
     graph: Graph
     layer: str
     kv_is_stored: bool
+    num_exchanges: int  # with the other ranks
 
 
 def prompt_graph_sizes(max_tokens: int, least: int = 1) -> list[int]:
@@ -102,11 +104,13 @@ class PromptGraphs:
         new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
         captured: Sequence[CapturedAttention] = (),
         table_of: Mapping[str, int] | None = None,
+        group: TensorParallel | None = None,
     ) -> None:
         """`captured`: attention as part of the graphs, by block table; none: it is launched between them. `table_of`:
-        each layer's block table, where there are several."""
+        each layer's block table, where there are several. `group`: the ranks that replay the same graphs, whose
+        exchanges are of as many rows as a graph has tokens."""
         self._model, self._inputs, self._device, self._new_graph = model, inputs, device, new_graph
-        self._captured, self._table_of = tuple(captured), dict(table_of or {})
+        self._captured, self._table_of, self._group = tuple(captured), dict(table_of or {}), group
         self.sizes = prompt_graph_sizes(max_tokens, captured[0].most_rows if captured else 1)
         self._tensors: dict[str, torch.Tensor] = {}  # what attention reads and writes, and what the last segment leaves
         self._segments: dict[int, list[Segment]] = {}
@@ -184,8 +188,11 @@ class PromptGraphs:
             self._capture.cut(layer_name, kv_is_stored)
         return self._room("out", query)
 
-    def takes(self, inputs: ForwardInputs) -> bool:
-        """Whether these inputs are those of a step that was captured."""
+    def takes(self, inputs: ForwardInputs, wanted: WantedTokens | None) -> bool:
+        """Whether these inputs are those of a step that was captured. Not on several ranks if all tokens are wanted: a
+        rank without memory has one number of rows to stand in for, see `EagerSteps`."""
+        if self._group is not None and wanted is None:
+            return False
         is_plain = inputs.adapters is None and inputs.links_3T is None and len(inputs.positions_T) <= self.sizes[-1]
         return is_plain and (not self._captured or self._captured[0].takes(inputs.metadata))
 
@@ -196,16 +203,17 @@ class PromptGraphs:
 
     def _kinds(self, inputs: ForwardInputs, wanted: WantedTokens | None) -> set[tuple[str, int]]:
         num = len(inputs.positions_T)
-        return {("size", self._size_of(num)), ("all", num) if wanted is None else ("wanted", len(wanted.index))}
+        return {("size", self.size_of(num)), ("all", num) if wanted is None else ("wanted", len(wanted.index))}
 
-    def _size_of(self, num_tokens: int) -> int:
+    def size_of(self, num_tokens: int) -> int:
+        """Tokens of the graphs that run a step of so many, which must be one that they take."""
         return self.sizes[bisect.bisect_left(self.sizes, num_tokens)]
 
     def forward(self, inputs: ForwardInputs, wanted: WantedTokens | None, context: ForwardContext) -> torch.Tensor:
         """Normalised hidden states of the wanted tokens (None: of all T). Valid until the next step. What stands behind
         the inputs is of earlier steps: tokens and places that are computed with, and stored nowhere."""
         num, positions_T = len(inputs.positions_T), inputs.positions_T
-        size = self._size_of(num)
+        size = self.size_of(num)
         self._have_run |= self._kinds(inputs, wanted)
         _, position_G, slots = self._inputs.buffers(size)
         assert positions_T.data_ptr() == position_G.data_ptr(), "inputs of another builder"
@@ -224,8 +232,9 @@ class PromptGraphs:
     def _replay_between(self, segments: Sequence[Segment], num_tokens: int) -> None:
         """Launches attention, of so many tokens, behind each segment but the last."""
         tensors = self._tensors
-        for graph, layer, kv_is_stored in segments:
-            graph.replay()
+        for segment in segments:
+            self._replay(segment)
+            _, layer, kv_is_stored, _ = segment
             if layer:
                 query, key, value = (tensors[name][:num_tokens] for name in ("query", "key", "value"))
                 tensors["out"][:num_tokens].copy_(unified_attention(query, key, value, layer, kv_is_stored))
@@ -233,15 +242,20 @@ class PromptGraphs:
     def _replay_all(self, segments: Sequence[Segment], context: ForwardContext) -> None:
         """Calls the hooks of a segment's layers before it and behind it."""
         hooks, layers = context.hooks, list[str]()
-        for graph, following, _ in segments:
+        for segment in segments:
             if hooks is not None:
                 for layer in layers:
                     hooks.wait_for_kv_layer(layer)
-            graph.replay()
+            self._replay(segment)
             if hooks is not None:
                 for layer in layers:
                     hooks.save_kv_layer(layer, context.layer(layer).kv_cache[0], context.metadata_of(layer))
-            layers = self._together.get(following, [])
+            layers = self._together.get(segment.layer, [])
+
+    def _replay(self, segment: Segment) -> None:
+        segment.graph.replay()
+        if self._group is not None:
+            self._group.num_exchanges += segment.num_exchanges
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         """Copies a tensor [G, ...] to where each pass leaves what it calls so."""
@@ -255,7 +269,7 @@ class PromptGraphs:
 
     @contextmanager
     def _capturing(self, pool: Any) -> Iterator[None]:
-        self._capture = _Capture(self._new_graph, pool)
+        self._capture = _Capture(self._new_graph, pool, self._group)
         try:
             yield
             self._capture.end()
@@ -275,8 +289,8 @@ def _without_lengths(slot_G: torch.Tensor) -> AttentionMetadata:
 class _Capture:
     """The segments of one size while they are captured."""
 
-    def __init__(self, new_graph: Callable[[], Graph], pool: Any) -> None:
-        self._new_graph, self._pool = new_graph, pool
+    def __init__(self, new_graph: Callable[[], Graph], pool: Any, group: TensorParallel | None) -> None:
+        self._new_graph, self._pool, self._group = new_graph, pool, group
         self.segments: list[Segment] = []
         self._begin()
 
@@ -286,9 +300,12 @@ class _Capture:
 
     def end(self, layer: str = "", kv_is_stored: bool = False) -> None:
         self._graph.capture_end()
-        self.segments.append(Segment(self._graph, layer, kv_is_stored))
+        self.segments.append(Segment(self._graph, layer, kv_is_stored, self._num_exchanges() - self._began_with))
 
     def _begin(self) -> None:
-        self._graph = self._new_graph()
+        self._graph, self._began_with = self._new_graph(), self._num_exchanges()
         # What other threads do (a transfer, another node of this process) must not end the capture.
         self._graph.capture_begin(self._pool, "thread_local")
+
+    def _num_exchanges(self) -> int:
+        return 0 if self._group is None else self._group.num_exchanges

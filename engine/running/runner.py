@@ -300,18 +300,22 @@ class ModelRunner:
 
     def new_prompt_graphs(self, max_tokens: int, with_attention: bool = False) -> PromptGraphs | None:
         """Graphs for steps with up to so many tokens of prompts beside some decodes, not yet captured. None: for none,
-        or the model can't be divided, or others compute parts of it. `with_attention`: in the graphs where it can
+        or the model can't be divided, or other nodes compute its experts. `with_attention`: in the graphs where it can
         be."""
-        if not max_tokens or self.model.group or self.model.expert_group:
+        group = self.model.group
+        if not max_tokens or self.model.expert_group:
             return None
         most = min(max_tokens + ROWS_BESIDE, self._max_num_tokens)
+        if group is not None and group.most_captured_rows is not None:
+            most = min(most, group.most_captured_rows)
         if not isinstance(self.model, DividedModel) or not self.model.can_be_divided:
             return None
         captured: Sequence[CapturedAttention] = ()
         if with_attention:
             limits = self._max_num_seqs, most, self.max_model_len
             captured = captured_attention(self.model.attention_layers, self._table_of, *limits)
-        return PromptGraphs(self.model, self._inputs, most, self.device, captured=captured, table_of=self._table_of)
+        parts = captured, self._table_of, group
+        return PromptGraphs(self.model, self._inputs, most, self.device, torch.cuda.CUDAGraph, *parts)
 
     def new_graphs(self) -> DecodeGraphs:
         """Graphs for this runner's steps, not yet captured."""

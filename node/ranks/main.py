@@ -19,6 +19,7 @@ from tandem.engine.process.process_name import name_process
 if TYPE_CHECKING:
     import torch
 
+    from tandem.engine.contracts.config import NodeOptions
     from tandem.engine.running.heads.guess_steps import HeadSteps
     from tandem.engine.running.runner import ModelRunner
     from tandem.node.ranks.channel import HeadCommand
@@ -92,7 +93,7 @@ def _run(commands: socket.socket) -> None:
         head = make_head_steps(loaded.draft.head, runner)
     gc.collect()
     gc.freeze()
-    _follow(commands, runner, adapters, head)
+    _follow(commands, runner, options, adapters, head)
 
 
 def _own_pool(commands: socket.socket, loaded: LoadedModel, num_blocks: int) -> torch.Tensor | None:
@@ -112,7 +113,11 @@ def _own_pool(commands: socket.socket, loaded: LoadedModel, num_blocks: int) -> 
 
 
 def _follow(
-    commands: socket.socket, runner: ModelRunner, adapters: AdapterFollower | None, head: HeadSteps | None
+    commands: socket.socket,
+    runner: ModelRunner,
+    options: NodeOptions,
+    adapters: AdapterFollower | None,
+    head: HeadSteps | None,
 ) -> None:
     """Does what rank 0 announces, until it closes its end."""
     from tandem.node.ranks.channel import receive_command
@@ -121,7 +126,7 @@ def _follow(
         if command.verb == "warm_up":
             runner.warmup()
         elif command.verb == "capture":
-            runner.capture_decode_steps()
+            runner.capture_decode_steps(options.prompt_graph_tokens, options.prompt_graph_attention)
         elif command.adapter is not None:
             assert adapters is not None
             adapters.hear(command)

@@ -120,6 +120,34 @@ def test_ranks_give_up_a_step_of_a_model_of_transformers(family: str) -> None:
         node.stop()
 
 
+@pytest.mark.parametrize(("rank", "at"), [(1, "graph"), (0, "last"), (1, "last")])
+def test_ranks_give_up_a_prompt_of_graphs_together_and_go_on(rank: int, at: str) -> None:
+    """The other rank exchanges as many rows as its graphs have, 64, and behind them as many as are wanted, one."""
+    model, prompt = tiny_model("llama"), random_prompt(33, 1)
+    faults = [{"rank": rank, "num_tokens": 33, "at": at}]
+    node = NodeChild(("decode",), "auto", num_ranks=2, model=str(model), faults=faults)
+    (info,), client = node.infos, Client(node.infos[0])
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+    def tokens_of(name: str, asked: list[int]) -> list[int]:
+        result = client.submit(name, asked, sampling, decode=info)
+        client.wait(result)
+        assert result.failed is None
+        return result.output()
+
+    try:
+        other = random_prompt(40, 2)
+        check_greedy(model, other, tokens_of("before", other), 8)
+        lost = client.submit("lost", prompt, sampling, decode=info)
+        client.wait(lost)
+        assert lost.failed is not None
+        assert lost.failed.code == "out_of_memory"
+        check_greedy(model, prompt, tokens_of("again", prompt), 8)
+    finally:
+        client.close()
+        node.stop()
+
+
 @pytest.mark.parametrize(
     ("role", "nodes"),
     [("unified", ()), pytest.param("decode", ("--prefill", "1", "--decode", "1"), marks=pytest.mark.slow)],

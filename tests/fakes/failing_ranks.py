@@ -1,16 +1,19 @@
 """Ranks whose device has no memory left in the middle of chosen steps, each once.
 
 A fault: {"rank", "num_tokens" of the step, "at": the layer whose attention fails, "gather", "sample" or, of
-transformers' models, "sum"}.
+transformers' models, "sum"; before a prompt's graphs ("graph") or behind them ("last"), which ranks on CPUs record
+then}.
 """
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 Fault = dict[str, Any]
 
@@ -44,6 +47,7 @@ def lose_memory(faults: list[Fault]) -> None:
     from tandem.engine.parallel.group import TensorParallel
     from tandem.engine.running import drawing
     from tandem.engine.running.decode_graphs import DecodeGraphs
+    from tandem.engine.running.prompt_graphs import PromptGraphs
 
     places = {(fault["rank"], fault["num_tokens"]): fault["at"] for fault in faults}
     place: list[object] = [None]  # of the step that runs
@@ -57,6 +61,12 @@ def lose_memory(faults: list[Fault]) -> None:
 
     _before(DecoderModel, "forward", begin)
     _before(DecodeGraphs, "run", lambda graphs, rows: begin(graphs.batch._model, rows))
+    if {"graph", "last"} & set(places.values()):
+        if not torch.cuda.is_available():
+            record_prompts()
+        _before(PromptGraphs, "forward", lambda *_: _fail_if(place, "graph"))
+        _before(PromptGraphs, "forward", lambda graphs, inputs, *_: begin(graphs._model, inputs.positions_T))
+        _before(DecoderModel, "from_last_attention", lambda *_: _fail_if(place, "last"))
     for name in ("forward", "forward_wanted"):
         _before(SelfAttention, name, attend)
     if "sum" in places.values():
@@ -66,6 +76,28 @@ def lose_memory(faults: list[Fault]) -> None:
         _before(TensorParallel, "sum", lambda *_: _fail_if(place, "sum"))
     _before(TensorParallel, "gather_logits", lambda *_: _fail_if(place, "gather"))
     _before(drawing, "sample", lambda *_: _fail_if(place, "sample"))
+
+
+def record_prompts() -> None:
+    """Has each rank of this process's node record its prompts as graphs."""
+    from recorded_graphs import Recorder
+
+    from tandem.engine.parallel import group
+    from tandem.engine.running.prompt_graphs import PromptGraphs
+    from tandem.engine.running.runner import ModelRunner
+
+    recorder, make, all_reduce = Recorder(), ModelRunner.__init__, dist.all_reduce
+
+    def make_and_record(runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
+        make(runner, *args, **kwargs)
+        parts: Any = (), runner._table_of, runner.model.group
+        graphs = PromptGraphs(runner.model, runner._inputs, 80, runner.device, recorder.graph, *parts)
+        with recorder:
+            graphs.capture()
+        runner._eager.replay(graphs)
+
+    group.dist.all_reduce = lambda *args, **kwargs: recorder.call(partial(all_reduce, **kwargs), *args)
+    ModelRunner.__init__ = make_and_record  # type: ignore[method-assign, assignment]
 
 
 def _fail_if(place: list[object], here: object) -> None:

@@ -1,8 +1,9 @@
 """An engine over some ranks in a process of its own: reads what to run from stdin, prints what came out, as JSON.
 
 Input: {"model", "sizes": [ranks of each engine, one after another; negative: they hold whole experts], "num_blocks",
-"device", "dtype", "requests": [{"name", "prompt", "samples", fields of SamplingParams}], "rounds"}. Output, for each
-size: {"tokens": {name-sample: ids}, "ranks": ..., "num_cached", "num_preemptions"}.
+"device", "dtype", "requests": [{"name", "prompt", "samples", fields of SamplingParams}], "rounds",
+"num_batched_tokens"}. Output, for each size: {"tokens": {name-sample: ids}, "ranks": ..., "num_cached",
+"num_preemptions", "num_launched": steps that no graph ran}.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.request import FailedEvent, PromptLogprobsEvent, Request, TokensEvent
 from tandem.engine.scheduling.scheduler import Scheduler
 
-BLOCK = 16
+BLOCK, BATCHED = 16, 96
 
 
 def options_of(spec: dict[str, Any], size: int) -> NodeOptions:
+    num_batched = spec.get("num_batched_tokens", BATCHED)
     return NodeOptions(
         "unified",
         ModelOptions(str(spec["model"]), dtype=spec.get("dtype", "auto")),
         CacheOptions(BLOCK, BLOCK, num_blocks=spec["num_blocks"], hybrid_kv=False),  # its pool has no window blocks
-        SchedulerOptions(max_num_seqs=16, max_num_batched_tokens=96, max_prefill_chunk=48),
+        SchedulerOptions(16, num_batched, max_prefill_chunk=48 if num_batched == BATCHED else 0),
         device=spec.get("device", "cpu"),
         num_threads=1,
         tensor_parallel_size=abs(size),
@@ -62,7 +64,7 @@ def run_engine(spec: dict[str, Any], size: int) -> dict[str, Any]:
     )  # fmt: skip
     runner.warmup()
     if loaded.device.type == "cuda":
-        runner.capture_decode_steps()
+        runner.capture_decode_steps(options.prompt_graph_tokens, options.prompt_graph_attention)
     scheduler = Scheduler(
         SchedulerState(
             options.scheduler,
@@ -73,7 +75,9 @@ def run_engine(spec: dict[str, Any], size: int) -> dict[str, Any]:
             root_for_salt=lambda salt: root_hash(b"test", salt),
         )
     )
+    launched = runner.counters["steps_launched"]
     result = _drive(EngineCore(scheduler, runner), spec)
+    result["num_launched"] = runner.counters["steps_launched"] - launched
     if ranks is not None:
         ranks.close()
         assert loaded.model.group is not None

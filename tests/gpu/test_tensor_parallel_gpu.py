@@ -76,6 +76,18 @@ def test_greedy_against_fp32(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_long_prompts_are_graphs_on_every_rank(dtype: str) -> None:
+    """In 16 bits with their attention, in 32 between attentions."""
+    prompts = {n: random_prompt(n, seed=n, vocab_size=2048) for n in (600, 900, 1500)}
+    requests = [{"name": str(n), "prompt": prompt, "max_tokens": 16} for n, prompt in prompts.items()]
+    spec = {"model": DEMO, "dtype": dtype, "device": "cuda", "num_blocks": 256, "num_batched_tokens": 2048}
+    (result,) = run_in_child({**spec, "sizes": [SIZES[-1]], "requests": requests})
+    assert result["num_launched"] == 0
+    for length, prompt in prompts.items():
+        check_against_reference(DEMO, prompt, result["tokens"][f"0-{length}-0"], getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_whole_experts_on_ranks_make_the_tokens_of_one(dtype: str) -> None:
     """Steps of few rows and of many, from graphs. In 16 bits only that they run: a rounding changes experts."""
     folder = tiny_model("mixtral")
@@ -121,16 +133,25 @@ def test_ranks_of_experts_in_mxfp4_make_the_tokens_of_one(size: int, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("rank", "at", "asks"), [(1, 2, {"num_prompt_logprobs": 1}), (1, "gather", DRAWN), (0, "sample", DRAWN)]
+    ("rank", "at", "asks", "num_tokens"),
+    [
+        (1, 2, {"num_prompt_logprobs": 1}, 33),
+        (1, "gather", DRAWN, 33),
+        (0, "sample", DRAWN, 33),
+        (1, "graph", DRAWN, 700),
+        (0, "last", {}, 700),
+    ],
 )
-def test_ranks_give_up_a_step_together_and_go_on(rank: int, at: int | str, asks: dict[str, Any]) -> None:
+def test_ranks_give_up_a_step_together_and_go_on(
+    rank: int, at: int | str, asks: dict[str, Any], num_tokens: int
+) -> None:
     """The other GPU waits for its part of the step, and gets zeros. A prompt that tells log-probabilities runs layer by
-    layer, others as graphs."""
-    faults = [{"rank": rank, "num_tokens": 33, "at": at}]
+    layer, others as graphs, short ones as rows of a decode step."""
+    faults = [{"rank": rank, "num_tokens": num_tokens, "at": at}]
     node = NodeChild(("decode",), "auto", num_ranks=2, model=str(DEMO), dtype="float32", faults=faults)
     (info,), client = node.infos, Client(node.infos[0])
     plain = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    prompt = random_prompt(33, 1, 2048)
+    prompt = random_prompt(num_tokens, 1, 2048)
     try:
         lost = client.submit("lost", prompt, SamplingParams(**{**plain, **asks}), decode=info)
         client.wait(lost)
