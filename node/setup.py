@@ -129,11 +129,11 @@ def load(
     model = load_chosen(*parts, group, on_loaded, experts)
     if cache.calculate_kv_scales:
         layout = _with_measured_scales(layout, model, config, options, max_model_len, device, dtype)
-    layout = _with_windows(layout, model, options)
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
     head = load_head(options, model, folder, max_model_len, layout, identity)
     if head is not None:
         layout, identity = head.layout, head.identity
+    layout = _with_windows(layout, model, options)  # its layer has a place, too
     if kept.dtype != dtype:
         _keep_kv_as(model, layout.group)
     adapters = _make_adapters(model, options.lora, dtype, device)
@@ -254,32 +254,32 @@ def size_pool(loaded: LoadedModel, options: NodeOptions, taken_bytes: int = 0) -
 
 
 def block_window(loaded: LoadedModel, options: NodeOptions) -> BlockWindow:
-    """What sequences of this node may give back. A draft model sees further back, in the same blocks."""
-    window = loaded.layout.group.window
-    if window is None or _sees_further(options):
+    """What sequences of this node may give back. Where all layers slide, a draft model or head sees further back in the
+    same blocks; where others see everything, it has what it reads in the blocks of those."""
+    group = loaded.layout.group
+    if group.window is None or (not group.num_windows and _sees_further(options)):
         return NO_WINDOW
-    return BlockWindow(window, options.cache.block_size, loaded.layout.group.num_windows)
+    return BlockWindow(group.window, options.cache.block_size, group.num_windows)
 
 
 def _sees_further(options: NodeOptions) -> bool:
-    """Whether something beside the model reads blocks that have slid out of its windows; the same on all ranks."""
+    """Whether something beside the model reads more than its windows; the same on all ranks."""
     asked = read_speculative_config(options.scheduler.speculative_config)
-    in_same_blocks = asked is not None and not isinstance(asked, PromptLookup)
-    return in_same_blocks and not (isinstance(asked, DraftModelOptions) and options.role == "prefill")
+    looks_back = asked is not None and not isinstance(asked, PromptLookup)
+    return looks_back and not (isinstance(asked, DraftModelOptions) and options.role == "prefill")
 
 
 def _with_windows(layout: KVLayout, model: Model, options: NodeOptions) -> KVLayout:
-    """`layout` with the widest window of the model's layers, if all slide, or if those that do have window blocks."""
+    """`layout` with the widest window of the model's layers, if all slide, or if those that do have window blocks. A
+    head that the model has taken is one more layer that sees everything."""
     specs = [layer.spec for layer in model.attention_layers.values()]
     windows = [spec.sliding_window or spec.attention_chunk for spec in specs]  # a chunk begins no further back
     known = [window for window in windows if window is not None]
     if not known or model.cross_layers:
         return layout
     group = layout.group
-    guesses = read_speculative_config(options.scheduler.speculative_config)
-    sees_further = guesses is not None and not isinstance(guesses, PromptLookup)  # in the same blocks
-    apart = options.cache.hybrid_kv and not (sees_further or group.k_scales or options.cache.precise_kv_tokens)
-    places = places_of_layers(windows) if apart else ()
+    apart = options.cache.hybrid_kv and not (group.k_scales or options.cache.precise_kv_tokens)
+    places = places_of_layers(windows, int(model.guess_head is not None)) if apart else ()
     if places:
         num_layers = 1 + max(place.layer for place in places)
         group = msgspec.structs.replace(group, num_layers=num_layers, places=places, window=max(known))

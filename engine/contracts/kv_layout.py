@@ -37,11 +37,12 @@ class LayerPlace(msgspec.Struct, frozen=True, array_like=True):
     layer: int
 
 
-def places_of_layers(windows: Sequence[int | None]) -> tuple[LayerPlace, ...]:
+def places_of_layers(windows: Sequence[int | None], num_heads: int = 0) -> tuple[LayerPlace, ...]:
     """The places of layers that see so many tokens (None: all), where some of each kind are better kept apart: as many
-    layers to a block as see everything. (): all are kept together."""
+    layers to a block as see everything. (): all are kept together. The last `num_heads` are of heads, which see
+    everything: they have places like others, but whether to keep layers apart is for the model's own to say."""
     num_full = sum(window is None for window in windows)
-    if not 0 < num_full <= len(windows) - num_full:
+    if not 0 < num_full - num_heads <= len(windows) - num_full:
         return ()
     places, seen = [], [0, num_full]  # of those that see everything, of those that slide
     for window in windows:
@@ -52,8 +53,8 @@ def places_of_layers(windows: Sequence[int | None]) -> tuple[LayerPlace, ...]:
 
 
 class KVGroup(msgspec.Struct, frozen=True):
-    """The layers of a pool. `places` has one for each of the model's layers where layers that slide have window blocks
-    of their own (docs/layouts.md); (): layer l of the model is layer l of the pool."""
+    """The layers of a pool. `places` has one for each of the model's layers, its head's last, where layers that slide
+    have window blocks of their own (docs/layouts.md); (): layer l of the model is layer l of the pool."""
 
     num_layers: int  # of the pool
     num_kv_heads: int  # heads held by this rank

@@ -57,6 +57,9 @@ class StepInputs:
         """`table_of`: each layer's block table, where there are several."""
         self._state = state
         self._table_of = dict(table_of or {})
+        # The model's: a head's stands behind it.
+        own = [name for name in self._table_of if features is None or name != features.head.layer_name]
+        self._last_layer = own[-1] if own else ""
         self._features = features
         self._sharing = sharing
         self._spans = spans
@@ -103,7 +106,7 @@ class StepInputs:
         """The last token of each of these rows (given in the scheduler's order), as decode rows of the last layer."""
         metadata, place_N = inputs.metadata, inputs.place_R[list(row_N)]
         if inputs.by_layer is not None:
-            metadata = list(inputs.by_layer.values())[-1]
+            metadata = inputs.by_layer[self._last_layer]
         lengths, ends = np.array(metadata.query_lens_cpu)[place_N], np.array(metadata.seq_lens_cpu)[place_N]
         index_N = inputs.first_token_R[list(row_N)] + lengths - 1
         place_dev, index_dev = upload([place_N, index_N], self._state.device)

@@ -74,6 +74,16 @@ WALKING = {
 }
 
 
+# The same as Qwen3, with two layers that see everything and six that slide.
+WALKING_APART = WALKING | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "use_sliding_window": True,
+    "sliding_window": 32,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 2,
+}
+
+
 def next_tokens() -> torch.Tensor:
     """What follows each token: a walk through all of them."""
     order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(1))
@@ -82,15 +92,18 @@ def next_tokens() -> torch.Tensor:
     return following
 
 
-def walking_model(folder: Path) -> Path:
-    """A model whose layers add nothing, so that what follows is said by the newest token alone."""
+def walking_model(folder: Path, apart: bool = False) -> Path:
+    """A model whose layers add nothing, so that what follows is said by the newest token alone. `apart`: some of them
+    slide."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(WALKING))
+    (folder / "config.json").write_text(json.dumps(WALKING_APART if apart else WALKING))
     tensors = {"model.embed_tokens.weight": torch.eye(SIZE), "lm_head.weight": _walk(), "model.norm.weight": _ones()}
     for layer in range(NUM_LAYERS):
         tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in _layer(SIZE).items()}
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             tensors[f"model.layers.{layer}.{name}.weight"].zero_()
+        for name in ("q_norm", "k_norm") if apart else ():
+            tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = torch.ones(32)
     save_file(tensors, folder / "model.safetensors")
     return folder
 

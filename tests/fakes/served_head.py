@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from decode_trio import Trio, joined
 from eagle_heads import SIZE, next_tokens
-from handmade_steps import BLOCK, RunsDirectly, new_slot
+from handmade_steps import BLOCK, NUM_BLOCKS, RunsDirectly, new_slot, with_windows
 from node_child import NodeChild
 from split_pair import changed
 from tiny_adapters import tiny_adapter
@@ -52,15 +52,16 @@ class ServedHead:
         loaded = load(options)
         assert isinstance(loaded.draft, LoadedHead)
         self.head: Any = loaded.draft.head
-        self.runner = ModelRunner(
-            loaded.model, allocate_pool(loaded.layout, 32, loaded.device), options.scheduler, BLOCK, 512, ()
-        )
+        group = loaded.layout.group
+        pool = allocate_pool(loaded.layout, NUM_BLOCKS * group.blocks_each, loaded.device)
+        self.runner = ModelRunner(loaded.model, pool, options.scheduler, BLOCK, 512, (), places=group.places)
         assert self.runner.features is not None
         self.steps = HeadSteps(self.head, self.runner.features, self.runner.state, 16, 512)
         self.num_guesses = num_guesses
 
     def run(self, rows: list[ScheduledRow], samples: list[SampleRow], **parts: object) -> list[int]:
-        return self.runner.execute(SchedulerOutput(0, tuple(rows), tuple(samples), **parts)).result().token_ids.tolist()  # type: ignore[arg-type]
+        step = SchedulerOutput(0, tuple(rows), tuple(samples), **parts)  # type: ignore[arg-type]
+        return self.runner.execute(with_windows(step, self.runner, NUM_BLOCKS)).result().token_ids.tolist()
 
     def prompt(self, prompt: list[int], chunk: int) -> list[int]:
         """Computes a prompt in two chunks: its tokens, and the one drawn."""

@@ -46,11 +46,12 @@ def test_a_wrong_head_changes_no_output(graphs: bool, tmp_path: Path) -> None:
     assert counters["spec_draft_tokens"] > 10
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-def test_a_head_that_knows_the_model_is_right(graphs: bool, tmp_path: Path) -> None:
-    """Its features come through chunks, graphs and drafts, as on a CPU."""
+@pytest.mark.parametrize(("graphs", "apart"), [(True, False), (False, False), (True, True)])
+def test_a_head_that_knows_the_model_is_right(graphs: bool, apart: bool, tmp_path: Path) -> None:
+    """Its features come through chunks, graphs and drafts, as on a CPU. `apart`: of a model of which some layers slide,
+    beside window blocks."""
     prompt = [7 * place % SIZE for place in range(90)]
-    model, head = walking_model(tmp_path / "model"), knowing_head(tmp_path / "head")
+    model, head = walking_model(tmp_path / "model", apart), knowing_head(tmp_path / "head")
     plain, _ = serve(model, None, prompt)
     guessed, counters = serve(model, head, prompt, cuda_graphs=graphs)
     print(counters)

@@ -71,6 +71,8 @@ def load_mtp_config(folder: Path, served: ModelConfig) -> MtpConfig:
         )
     _check_layer(served)
     is_mimo = served.architecture == "mimo"
+    if served.sliding_window is not None:  # not in its first layer, whose like the head is in MiMo's own code
+        served = msgspec.structs.replace(served, sliding_window=None, sliding_layers=())
     # What is made smaller when it is loaded is the model: of its layers this one is left as it is stored.
     made = served.quantisation is not None and served.quantisation.stored == MADE
     return MtpConfig(
@@ -83,8 +85,8 @@ def load_mtp_config(folder: Path, served: ModelConfig) -> MtpConfig:
 
 def _check_layer(served: ModelConfig) -> None:
     how = served.quantisation
-    if served.sliding_window is not None or served.blocksparse is not None:
-        what = "a sliding window" if served.blocksparse is None else "blocksparse_params"
+    if served.window_of(0) is not None or served.blocksparse is not None:
+        what = "a sliding window in the first layer" if served.blocksparse is None else "blocksparse_params"
         raise ConfigError(f"--speculative-config: mtp doesn't go with {what}: choose another method")
     if how is not None and how.stored != MADE and served.architecture == "mimo":
         raise ConfigError(

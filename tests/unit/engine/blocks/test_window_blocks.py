@@ -8,7 +8,7 @@ import pytest
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.blocks.window import BlockWindow
 from tandem.engine.contracts.directory import BlockEvent
-from tandem.engine.contracts.kv_layout import LayerPlace, places_of_layers
+from tandem.engine.contracts.kv_layout import KVGroup, LayerPlace, places_of_layers
 
 BLOCK, EACH = 4, 2
 
@@ -189,3 +189,26 @@ def test_layers_share_blocks_with_as_many_of_their_kind_as_see_everything(
     windows: list[int | None], places: tuple[LayerPlace, ...]
 ) -> None:
     assert places_of_layers(windows) == places
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_layers", "num_tables"),
+    [
+        ([None, None, 8, None], 0, 0),  # as without the head: layers that see everything are more than the others
+        ([8, 8, None], 0, 0),  # all of the model's own slide
+        ([None, 8, None, 8, None], 3, 2),  # GPT-OSS: one more than slides
+        ([8, None, None], 2, 2),
+        ([8, 8, 8, None, None], 2, 3),  # a larger block takes more layers that slide, in fewer window blocks
+        ([*([8] * 5 + [None]) * 10, 8, 8, None], 11, 6),  # Gemma-3 with 27 billion: 52 of 55 places are taken
+    ],
+)
+def test_a_heads_layer_has_its_place_in_the_block(windows: list[int | None], num_layers: int, num_tables: int) -> None:
+    places = places_of_layers(windows, num_heads=1)
+    assert (1 + max((each.layer for each in places), default=-1)) == num_layers
+    assert len({each.table for each in places}) == num_tables
+    if places:
+        assert places[-1] == LayerPlace(0, num_layers - 1)
+        assert len(set(places)) == len(places) == len(windows)
+        assert [each.table == 0 for each in places] == [window is None for window in windows]
+    group = KVGroup(num_layers=num_layers, num_kv_heads=1, head_dim=2, dtype="float32", places=places)
+    assert group.blocks_each == max(1, num_tables)

@@ -110,8 +110,8 @@ class Traffic(RuleBasedStateMachine):
             tiers=tiers,
             speculates=speculates and draft is None,
             draft=draft,
-            window=window if draft is None else 0,
-            num_windows=num_windows if window and draft is None else 0,
+            window=window if draft is None or num_windows else 0,  # a draft model sees further back in the same blocks
+            num_windows=num_windows if window else 0,
         )
         self.granted: list[list[int]] = []
         self.aborted: set[tuple[str, int]] = set()
