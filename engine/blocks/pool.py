@@ -55,6 +55,7 @@ class BlockPool:
         self.shares = shares or TenantShares()
         self._tenants = TenantBlocks(self.shares, num_blocks)
         self._publication = BlockPublication()
+        self.num_hidden = 0  # blocks that left the table while somebody held them
         self.reservations = Reservations(self, num_blocks)  # of those who hold blocks without running
 
     # --- counts ---------------------------------------------------------------------------------------------
@@ -250,6 +251,8 @@ class BlockPool:
         if known in self._free:
             self._tenants.held(self.tenant(block_hash), known)
             self._free.void((known,))
+        else:
+            self.num_hidden += 1
         self._publication.rewritten(block_hash, step)
 
     def _keep_to_quota(self, tenant: bytes) -> None:
@@ -270,6 +273,8 @@ class BlockPool:
             self._hash_of[block_id] = None
             if block_id in self._free:
                 self._free.void((block_id,))
+            else:
+                self.num_hidden += 1
             self.windows.lose(block_id)
             if tenant := self._tenant_of.pop(gone, b""):
                 self._tenants.forgotten(tenant, block_id)

@@ -41,6 +41,7 @@ class Promoter:
         self._num_promotions = 0
         self._moving: set[bytes] = set()  # hashes on their way to the host pool from disk, or to the device
         self._jobs: list[TierJob] = []
+        self._num_hidden = 0  # of the pool's held blocks, as far as was looked at
 
     # --- questions ------------------------------------------------------------------------------------------
 
@@ -107,12 +108,22 @@ class Promoter:
 
     def on_turn(self) -> None:
         """Goes on where the taker may never be asked again: blocks that it can't begin from yet are held for it, and
-        counted once more among those that it lacks."""
+        counted once more among those that it lacks. What is held and found no more would only take its room."""
+        if self._num_hidden != self._pool.num_hidden:
+            self._num_hidden = self._pool.num_hidden
+            self._let_go_of_hidden()
         for promotion in self._by_number.values():
             if promotion.stage is not PromotionStage.FETCHED:
                 continue
             if len(self._pool.windows.usable(promotion.hits)) < len(promotion.hits):
                 self.load_outside(promotion)
+
+    def _let_go_of_hidden(self) -> None:
+        """Ends promotions that hold blocks that others have taken the place of: what is cached then the taker finds."""
+        for promotion in list(self._by_number.values()):
+            is_loaded = promotion.stage is PromotionStage.LOADED  # else what it loads has no hash yet
+            if any(self._pool.block_hash(each) is None for each in (promotion.held if is_loaded else promotion.hits)):
+                self._let_go(promotion)
 
     def load_outside(self, promotion: Promotion) -> None:
         """Starts the loads of what is fetched, unless blocks have to cool down first."""
