@@ -193,7 +193,8 @@ class WriteBack:
         kept: Container[bytes] = frozenset(cold) if chosen else ()  # otherwise they would displace each other for ever
         if not chosen and is_idle:
             room = min(self._batch, max(self._host.num_free, 0 if self._disk is None else self._disk.num_free))
-            chosen = list(islice((each for each in self._unsaved if each not in self._host), room))
+            is_written, is_on_host = self._pool.is_published, self._host.__contains__
+            chosen = list(islice((each for each in self._unsaved if is_written(each) and not is_on_host(each)), room))
             kept = _NotIn(self._disk)
         taken = []
         for block_hash in chosen:
@@ -217,8 +218,10 @@ class WriteBack:
         return tuple(map(self._pool.generation, (block_id, *window_ids)))
 
     def _lacks(self, block_hash: bytes) -> bool:
-        """Whether a block of the pool is to be saved, and is not on its way."""
-        return self._should_be_saved(block_hash) and not self._is_left(block_hash)
+        """Whether a block of the pool is to be saved, and is not on its way. One that was told of may be being written:
+        when it has taken the place of another that lacked window blocks."""
+        is_written = self._pool.is_published(block_hash)
+        return is_written and self._should_be_saved(block_hash) and not self._is_left(block_hash)
 
     def _should_be_saved(self, block_hash: bytes) -> bool:
         """Whether a block of the pool is nowhere below, or only without the window blocks that it has here."""

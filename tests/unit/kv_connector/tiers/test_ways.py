@@ -343,6 +343,26 @@ def test_blocks_with_window_blocks_are_saved_with_these() -> None:
     assert all(map(node.host.is_whole, gone))
 
 
+def test_what_takes_the_place_of_a_block_without_window_blocks_is_saved_when_it_is_written() -> None:
+    node = Node(24, window=BlockWindow(8, 4, 1))
+    pool, hashes = node.pool, node.fill("cold", 9)
+    assert not node.makes_way(12)
+    bare = pool.find(hashes[8])
+    assert bare is not None
+    pool.windows.reuse(pool.windows.of(bare)[0])
+    again = pool.allocate(1)
+    assert again is not None
+    pool.step_launched(7)
+    pool.register(again[0], hashes[8], hashes[7], 7)
+    assert pool.find(hashes[8]) == again[0]
+    begun = node.turn() + node.turn() + node.turn()
+    assert begun
+    assert hashes[8] not in begun, "it is being written"
+    pool.step_completed(7)
+    pool.free(again, 7)
+    assert hashes[8] in node.make(12)
+
+
 def test_who_takes_no_more_than_is_saved_anyway_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(20)
     node.fill("cold", 20)
