@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tandem.engine.blocks.reservations import Kind
+from tandem.engine.blocks.window import NO_WINDOW
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.prompt_order import Aging, who_gives_way
@@ -266,7 +267,10 @@ class StepPlanner:
         needed = self._kv.num_future_blocks(request, len(hits)) + admission.num_reserved
         needed_hits = self._kv.needed_hits(request, hits)
         has_room = self._state.pool.reservations.make_room(needed, self._kind_of(request), request, needed_hits)
-        if not has_room and not self._take_blocks(plan, request, hits):
+        if not has_room and request.has_help and self._state.pool.window != NO_WINDOW:
+            request.go_alone()  # it need not keep what slides out then
+            self._admit(plan, request, admission)
+        elif not has_room and not self._take_blocks(plan, request, hits):
             admission.is_open = False
         elif self._start(plan, request, hits):
             admission.num_reserved += self._kv.num_future_blocks(request)

@@ -77,7 +77,7 @@ class PromptHelper:
         """Begins a share or declines it, once what its blocks push out is saved."""
         is_lost = self._source.peers.get(asked.sender) is None
         is_able = takes_work and not (is_lost or self._is_busy)
-        has_room = asked.num_blocks <= self._state.pool.num_grantable
+        has_room = self._state.pool.cost(asked.num_blocks) <= self._state.pool.num_grantable
         tiers = self._state.tiers
         if is_able and has_room and tiers.prepare(asked, (), (), False, asked.num_blocks) is None:
             return
@@ -102,8 +102,6 @@ class PromptHelper:
         peer = self._source.peers.get(sender)
         if problem := layout_problem(self._info.layout, None if peer is None else peer.layout):
             return problem
-        if self._state.pool.windows.num_each:  # chunks are not sent by block tables
-            return outcomes.OTHER_LAYOUT
         if self._info.group_size > 1:  # its steps would wait for a peer, and others' for them
             return outcomes.UNKNOWN
         table, nodes, place = ChunkTable(work.ends, len(work.nodes)), work.nodes, work.place

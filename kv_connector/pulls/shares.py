@@ -69,9 +69,9 @@ class SharedPrompts:
     # --- requests -------------------------------------------------------------------------------------------
 
     def want(self, request: Request, helpers: Sequence[PeerRef]) -> None:
-        """Notes that `helpers` may compute chunks of `request`. Must be called before the scheduler gets it. Chunks are
-        not sent by block tables: where there are several, nobody helps. Nor with a prompt whose samples part here."""
-        if self._pool.windows.num_each or _parts_here(request):
+        """Notes that `helpers` may compute chunks of `request`. Must be called before the scheduler gets it. With a
+        prompt whose samples part here nobody helps."""
+        if _parts_here(request):
             return
         if helpers and self.info.node_id not in [each.node_id for each in helpers]:
             request.get_help(1 + len(helpers))
@@ -234,8 +234,8 @@ class SharedPrompts:
             key, peer = share.key(index, share.place), share.nodes[share.table.place_of(index)]
             share.coming[index], self._by_key[key] = Coming(key), share
             share.unclaimed.add(key)
-            blocks = share.blocks_of(index)
-            self._sink.fetch(key, peer, len(blocks), share.deadline, self._now, blocks, is_held=share.place == 0)
+            blocks, first = share.blocks_of(index), share.table.begin(index) // self._block_size
+            self._sink.fetch(key, peer, len(blocks), share.deadline, self._now, blocks, share.place == 0, first)
         self._invitations.reach(peer for place, peer in enumerate(share.nodes) if place != share.place)
 
     def _engage(self, share: Share) -> None:

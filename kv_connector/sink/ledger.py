@@ -90,7 +90,7 @@ class SinkLedger:
         return self.pool.cost(self.num_blocks_of(num_tokens)) <= self.pool.num_blocks
 
     def num_bare(self, record: SinkRecord) -> int:
-        """How many of the blocks to be granted get no window blocks: nothing of those is read here."""
+        """How many of the granted blocks come without window blocks: nothing of those is read here."""
         num_blocks = record.num_blocks - record.first_block
         return min(num_blocks, max(0, record.first_window - record.first_block)) if self.pool.windows.num_each else 0
 
@@ -99,8 +99,9 @@ class SinkLedger:
         return self.pool.cost(record.num_blocks - record.first_block, self.num_bare(record))
 
     def granted_ids(self, record: SinkRecord) -> tuple[int, ...]:
-        """The list of a grant: its blocks, each with its window blocks."""
-        return tuple(each for block_id in record.granted for each in (block_id, *self.pool.windows.of(block_id)))
+        """The list of a grant: its blocks, each with its window blocks if they come."""
+        bare, whole = record.granted[: self.num_bare(record)], record.granted[self.num_bare(record) :]
+        return (*bare, *(each for block_id in whole for each in (block_id, *self.pool.windows.of(block_id))))
 
     def pin(self, record: SinkRecord) -> None:
         """Pins this node's own prefix of the prompt, ending below its last token whose KV is handed over. At its grant

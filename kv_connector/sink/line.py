@@ -51,7 +51,7 @@ class SinkLine:
 
     def on_claim(self, record: SinkRecord, claim: KVClaim) -> None:
         """Takes a claim in. That of a pull says how much the source has; a repetition must say the same."""
-        if record.kind is HandoffKind.PULL and not self._fits_pull(record, claim.num_prompt_tokens):
+        if record.kind is HandoffKind.PULL and not self._fits_pull(record, claim.num_prompt_tokens, claim.first_kept):
             self._ledger.counters.foreign_messages += 1
             return
         if record.num_claimed == 0:
@@ -63,15 +63,17 @@ class SinkLine:
         """Takes from a claim, which may have come before it was expected, the size of what its source alone knows: of a
         pull, and of a running sequence, which may become so long and is no shorter than its prompt. A pull that does
         not fit stays without a size."""
-        num_claimed, block_size = record.num_claimed, self._ledger.block_size
+        num_claimed, first_kept, block_size = record.num_claimed, record.first_kept, self._ledger.block_size
         if record.kind is HandoffKind.SEQUENCE and num_claimed and record.request is not None:
             record.num_tokens = max(num_claimed, record.request.num_prompt_tokens)
             record.num_blocks = self._ledger.num_blocks_of(record.num_tokens)
-            self._ledger.pass_over(record, record.first_kept)
-        elif record.kind is HandoffKind.PULL and num_claimed and self._fits_pull(record, num_claimed):
+            self._ledger.pass_over(record, first_kept)
+        elif record.kind is HandoffKind.PULL and num_claimed and self._fits_pull(record, num_claimed, first_kept):
             record.num_tokens, record.num_blocks = num_claimed, num_claimed // block_size
             behind = self._pool.window.num_passed((record.pulled_from + record.num_blocks) * block_size)
-            record.first_window = max(0, behind - record.pulled_from) if self._pool.windows.num_each else 0
+            # What comes into blocks of a request comes whole, as what it computes itself is, if the source has that.
+            num_bare = first_kept // block_size if record.into else max(0, behind - record.pulled_from)
+            record.first_window = num_bare if self._pool.windows.num_each else 0
 
     def settle(self, record: SinkRecord) -> None:
         """Queues a new claim, notes an end, grants what can be granted now. Must be called after every event."""
@@ -120,11 +122,14 @@ class SinkLine:
         num_blocks = record.num_blocks - record.first_block
         return self._pool.allocate_grantable(num_blocks, self._ledger.num_bare(record))
 
-    def _fits_pull(self, record: SinkRecord, num_tokens: int) -> bool:
-        """Whether a claim of so many tokens is as long as what was asked for, and as one before it."""
+    def _fits_pull(self, record: SinkRecord, num_tokens: int, first_kept: int) -> bool:
+        """Whether a claim of so many tokens is as long as what was asked for, and as one before it. Only the beginning
+        of a prompt may lack window blocks, before those that are read behind it."""
         num_blocks, rest = divmod(num_tokens, self._ledger.block_size)
         least = len(record.into) or 1
-        return not rest and least <= num_blocks <= record.most_blocks and record.num_claimed in (0, num_tokens)
+        most_bare = 0 if record.pulled_from else self._pool.window.num_passed(num_tokens) * self._ledger.block_size
+        is_as_long = not rest and least <= num_blocks <= record.most_blocks and record.num_claimed in (0, num_tokens)
+        return is_as_long and first_kept <= most_bare and not first_kept % self._ledger.block_size
 
     def age(self) -> None:
         """Lets claims that have waited for too long go before all others, in the order of claims."""

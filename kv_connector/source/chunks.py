@@ -24,9 +24,12 @@ class PushedChunks:
 
     def expect(self, key: AttemptKey, peer: PeerRef, block_ids: Sequence[int], deadline: float, now: float) -> None:
         """Announces a chunk in these blocks, which are not computed yet, to `peer`, which expects it, and is told of
-        each layer. It claims as soon as `peer` is connected."""
+        each layer. It claims as soon as `peer` is connected. What was cached of it may have lost window blocks, all
+        before what is read behind it: there none are sent."""
         self._ledger.at(now)
-        record = self._ledger.add(key, HandoffKind.CHUNK, peer, len(block_ids) * self._ledger.block_size, deadline)
+        size, is_whole = self._ledger.block_size, self._ledger.pool.windows.is_whole
+        record = self._ledger.add(key, HandoffKind.CHUNK, peer, len(block_ids) * size, deadline)
+        record.first_kept = size * max((i + 1 for i, each in enumerate(block_ids) if not is_whole(each)), default=0)
         record.is_awaited = True
         record.coming_block_ids = list(block_ids)
         self._peers.open_channel(peer)

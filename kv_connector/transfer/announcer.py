@@ -25,7 +25,8 @@ class LayerAnnouncer:
         self._pushed: deque[tuple[torch.cuda.Event, KVGrant, int]] = deque()  # in the order of the stream
 
     def pushed(self, grant: KVGrant, num_layers: int, channel: Channel) -> None:
-        """Notes that the first `num_layers` layers of what was granted have been pushed. Raises what a flush raises."""
+        """Notes that the model's first `num_layers` layers of what was granted have been pushed. Raises what a flush
+        raises."""
         if self._device.type != "cuda":
             channel.flush(grant)
             self._announce(grant, num_layers)

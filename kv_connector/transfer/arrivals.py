@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tandem.engine.contracts.keys import NodeKey
-from tandem.engine.contracts.kv_layout import push_groups
 from tandem.engine.contracts.wire.handoff import KVGrant, KVLayers, KVReady, KVRelease
 from tandem.engine.device.cuda_driver import wait_for_value
 from tandem.kv_connector.protocol.jobs import ArrivingKV
+from tandem.kv_connector.transfer.layer_order import LayerOrder
 
 MAX_FLAGS = 4096  # steps at a time that may wait; a guess
 # Of a host, for one layer, at most: meanwhile the node does nothing else, so it can't even say that something of its
@@ -35,8 +35,9 @@ LET_GO = (1 << 31) - 1  # more layers than there are: whoever waits goes on
 
 
 class Arriving:
-    """One grant: how many of its layers are written. Each step on a device that waits for them has a flag (int32 [1],
-    page-locked) that says so: two steps may be launched at a time, and both need what is not verified yet."""
+    """One grant: how many of the model's first layers are written. Each step on a device that waits for them has a flag
+    (int32 [1], page-locked) that says so: two steps may be launched at a time, and both need what is not verified
+    yet."""
 
     def __init__(self, grant: KVGrant) -> None:
         self.grant = grant
@@ -96,10 +97,10 @@ class LayersWait:
 
 
 class Arrivals:
-    """What is on its way into this pool of `num_layers` layers. Thread-safe."""
+    """What is on its way into this pool, whose peers push layers in this order. Thread-safe."""
 
-    def __init__(self, num_layers: int, device: torch.device) -> None:
-        self._num_layers, self._device, self._groups = num_layers, device, push_groups(num_layers)
+    def __init__(self, order: LayerOrder, device: torch.device) -> None:
+        self._awaited_first, self._num_layers, self._device = order.awaited, order.num_layers, device
         self._changed = threading.Condition()
         self._by_grant: dict[int, Arriving] = {}
         self._awaited: dict[int, list[tuple[int, Arriving]]] = {}  # by step: slots, and what their rows need
@@ -150,8 +151,8 @@ class Arrivals:
     # --- who waits --------------------------------------------------------------------------------------------
 
     def waits(self, step_id: int, needed: Sequence[ArrivingKV]) -> Mapping[int, list[LayersWait]]:
-        """What layers of this step have to wait for, by the index of the first of each group that is pushed together.
-        `spoiled` must be asked when the step has run."""
+        """What layers of this step have to wait for, by the index of the first layer that is read then: layers wait in
+        the model's order. `spoiled` must be asked when the step has run."""
         waits: dict[int, list[LayersWait]] = {}
         latest = time.monotonic() + MOST_DEVICE_WAIT_S if self._flags is not None else math.inf
         with self._changed:
@@ -161,13 +162,13 @@ class Arrivals:
                     arriving = Arriving(_NO_GRANT)
                     self._let_go(arriving)
                 self._awaited.setdefault(step_id, []).append((each.slot, arriving))
-                missing = [layers for layers in self._groups if layers.stop > arriving.num_layers]
+                missing = {i: num for i, num in self._awaited_first.items() if num > arriving.num_layers}
                 if missing:
                     flag_1 = self._next_flag()
                     arriving.await_until(step_id, min(each.deadline, latest), flag_1)
-                    for layers in missing:
-                        wait = LayersWait(self, arriving, flag_1, layers.stop, self._device)
-                        waits.setdefault(layers.start, []).append(wait)
+                    for layer, num_layers in missing.items():
+                        wait = LayersWait(self, arriving, flag_1, num_layers, self._device)
+                        waits.setdefault(layer, []).append(wait)
         return waits
 
     @property

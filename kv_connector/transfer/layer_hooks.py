@@ -19,6 +19,7 @@ from tandem.engine.scheduling.ports import BetweenLayers
 from tandem.engine.scheduling.step import StepMeta
 from tandem.kv_connector.protocol.jobs import BlockPush, LayerLoad, LoadEvent, StepMoves
 from tandem.kv_connector.transfer.arrivals import LayersWait
+from tandem.kv_connector.transfer.layer_order import LayerOrder
 from tandem.kv_connector.transfer.thread import TransferWorker
 
 KEPT_STEPS = 4  # at most two launched steps are unread, so older ones have run
@@ -39,16 +40,14 @@ class ConnectorWorker:
         self._between_layers: BetweenLayers | None = None
         self._lags = lags
         self._newest_layer: int | None = None  # of the model
-        # What is pushed when a layer is written: the group of layers of the pool that it completes in its table.
         num_pool_layers = transfer.pool.shape[2]
-        self._groups = push_groups(num_pool_layers)
-        self._group_ends = _ends_of_groups(list(places.values()), self._groups, num_pool_layers)
+        self._groups, self._order = push_groups(num_pool_layers), LayerOrder(list(places.values()), num_pool_layers)
         # An event takes the launching thread microseconds: one a group will do, unless somebody looks at each layer.
         self._records_each = lags or transfer.is_traced or not transfer.pool.is_cuda
         # For the layers of each table's group that is not complete.
         self._written: dict[int, list[torch.cuda.Event | None]] = {table: [] for table in self._tables}
-        self._load_events: dict[int, list[LoadEvent]] = {}
-        self._arrivals: dict[int, list[LayersWait]] = {}
+        self._load_events: dict[int, list[LoadEvent]] = {}  # by layer of the pool
+        self._arrivals: dict[int, list[LayersWait]] = {}  # by layer of the model
         self._waits_on_host = False
         self._step_id = math.inf  # of the running step, if it has metadata
         self._layer_events: list[torch.cuda.Event | None] = []  # of the running step, as far as its layers have come
@@ -75,13 +74,14 @@ class ConnectorWorker:
 
     def wait_for_kv_layer(self, layer_name: str) -> None:
         if self._load_events or self._arrivals:
-            self._wait_for_layer(self._pool_layer_of[layer_name])
+            self._wait_for_load(self._pool_layer_of[layer_name])
+            self._wait_for_peers(self._index_of[layer_name])
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
         if self._meta is None:
             return
         layer = self._index_of[layer_name]
-        is_recorded = self._records_each or layer in self._group_ends
+        is_recorded = self._records_each or layer in self._order.pushed
         written = self._record_event() if is_recorded else None
         self._layer_events.append(written)
         if self._lags:
@@ -98,8 +98,10 @@ class ConnectorWorker:
             self._push_layer(self._newest_layer, done)
             self._newest_layer = None
         meta, self._meta = self._meta, None
-        for layer in (*self._load_events, *self._arrivals):  # that this step did not run: no load outlives its step
-            self._wait_for_layer(layer)
+        for layer in list(self._load_events):  # that this step did not run: no load outlives its step
+            self._wait_for_load(layer)
+        for layer in list(self._arrivals):
+            self._wait_for_peers(layer)
         self._transfer.note_step_launched(done)
         self._step_id = math.inf
         for written in self._written.values():
@@ -148,10 +150,11 @@ class ConnectorWorker:
             return
         table = self._tables[layer]
         self._written[table].append(written)
-        if (group := self._group_ends.get(layer)) is not None:
+        if (group := self._order.pushed.get(layer)) is not None:
+            num_told = self._order.told.get(layer, 0)
             for push in self._meta.pushes:
                 if push.table == table:
-                    self._transfer.submit_layers(push, group, tuple(self._written[table]))
+                    self._transfer.submit_layers(push, group, tuple(self._written[table]), num_told)
             self._written[table].clear()
 
     def _start_loads(self, loads: Sequence[LayerLoad]) -> None:
@@ -159,9 +162,11 @@ class ConnectorWorker:
             for layer, event in load.start(self._transfer.pool).items():
                 self._load_events.setdefault(layer, []).append(event)
 
-    def _wait_for_layer(self, layer: int) -> None:
+    def _wait_for_load(self, layer: int) -> None:
         for event in self._load_events.pop(layer, ()):
             event.wait()
+
+    def _wait_for_peers(self, layer: int) -> None:
         for arrival in self._arrivals.pop(layer, ()):
             if self._waits_on_host:
                 arrival.on_host()
@@ -180,17 +185,3 @@ class ConnectorWorker:
         event = torch.cuda.Event(enable_timing=self._transfer.is_traced)
         event.record()
         return event
-
-
-def _ends_of_groups(places: Sequence[LayerPlace], groups: Sequence[range], num_pool_layers: int) -> dict[int, range]:
-    """The layers of the model that are the last of a group in their block table, each with that group: the layers of
-    the pool that are pushed once it is written. What a table has no layers for goes with its last."""
-    ends: dict[int, range] = {}
-    last_of_table = {place.table: index for index, place in enumerate(places)}
-    for index, place in enumerate(places):
-        group = next(each for each in groups if place.layer in each)
-        if index == last_of_table[place.table]:
-            ends[index] = range(group.start, num_pool_layers)
-        elif place.layer == group.stop - 1:
-            ends[index] = group
-    return ends

@@ -37,11 +37,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LayersJob:
-    """Asks to push these layers of `push`'s blocks. `written`: when each of them is complete, if traced."""
+    """Asks to push these layers of `push`'s blocks. `written`: when each of them is complete, if traced. `num_told`: of
+    how many of the model's first layers all is pushed then; 0: of no more than before."""
 
     push: BlockPush
     layers: range
     written: tuple[Moment, ...]
+    num_told: int = 0
 
 
 SourceWork = BlockPush | LayersJob | Flush | Finalize
@@ -84,6 +86,8 @@ class SourceJobs:
                 self._flush(job)
             elif isinstance(job, LayersJob):
                 self._push(job.push, job.layers, job.written, written)
+                if job.push.is_awaited and job.num_told:
+                    self._announcer.pushed(job.push.grant, job.num_told, self._channels.of(job.push.grant).channel)
             else:
                 self._push(job, None, (), written)
         except TandemError as error:
@@ -125,8 +129,6 @@ class SourceJobs:
         way = self._channels.of(push.grant)
         if self._pusher.reshaper_to(way.layout) is None and not self._book.is_over(push.grant_id):
             self._digests.pushed(push, way.channel, layers, written)
-        if push.is_awaited and layers is not None:
-            self._announcer.pushed(push.grant, layers.stop, way.channel)
 
     def _flush(self, job: Flush) -> None:
         self._channels.of(job.grant).channel.flush(job.grant)

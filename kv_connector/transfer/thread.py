@@ -40,6 +40,7 @@ from tandem.kv_connector.transfer.arrivals import Arrivals
 from tandem.kv_connector.transfer.channels import Connect, PeerChannels
 from tandem.kv_connector.transfer.digests import SentDigests
 from tandem.kv_connector.transfer.grant_book import GrantBook
+from tandem.kv_connector.transfer.layer_order import order_of
 from tandem.kv_connector.transfer.pusher import OnPushed, Pusher, tell_nobody
 from tandem.kv_connector.transfer.sink_checks import SinkChecks
 from tandem.kv_connector.transfer.source_jobs import LayersJob, SourceJobs
@@ -108,7 +109,7 @@ class TransferWorker:
             source, self._channels, self._book, self._pusher, self.sent_digests,
             post_event, send, self.counters, trace, self._stream, self._announcer,
         )  # fmt: skip
-        self.arrivals = Arrivals(pool.shape[2], pool.device)
+        self.arrivals = Arrivals(order_of(layout.group), pool.device)
         self.sink_checks = SinkChecks(pool, layout, ranks, self.counters)
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
@@ -174,11 +175,13 @@ class TransferWorker:
         is)."""
         self._newest_step_done = done
 
-    def submit_layers(self, push: BlockPush, layers: range, written: Sequence[torch.cuda.Event | None] = ()) -> None:
+    def submit_layers(
+        self, push: BlockPush, layers: range, written: Sequence[torch.cuda.Event | None] = (), num_told: int = 0
+    ) -> None:
         """Queues a push of these layers of `push`'s blocks. `written` has the device events after which each is
-        complete."""
+        complete. `num_told`: LayersJob has it."""
         moments = [Moment(time.monotonic(), event) for event in written] if self.is_traced else []
-        self._jobs.put((LayersJob(push, layers, tuple(moments)), written[-1] if written else None))
+        self._jobs.put((LayersJob(push, layers, tuple(moments), num_told), written[-1] if written else None))
 
     def stop(self, deadline_s: float) -> bool:
         """Runs what is queued for at most `deadline_s`, then breaks the channels. Returns whether the thread has

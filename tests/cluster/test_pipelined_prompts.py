@@ -26,11 +26,11 @@ LOGPROBS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, num_lo
 def before_last_layer(nodes: Nodes, helper: int, act: Callable[[BlockPush], None]) -> None:
     """The helper pushes the last layer of each of its chunks when a step of its sink waits for it, and `act` was
     called. So that step has begun early, or there is no end."""
-    pusher = nodes.nodes[helper].process.transfer._pusher
-    push, num_layers = pusher.push, len(nodes.nodes[helper].process.loaded.model.attention_layers)
+    process = nodes.nodes[helper].process
+    push, table, num_layers = process.transfer._pusher.push, process.worker._tables[-1], process.transfer.pool.shape[2]
 
     def held(job: BlockPush, layers: range | None, written: tuple = ()) -> None:
-        if job.is_awaited and layers is not None and layers.stop == num_layers:
+        if job.is_awaited and layers is not None and (job.table, layers.stop) == (table, num_layers):
             (sink,) = (node for node in nodes.nodes if node.info.node_id == job.grant.sink_id)
             arrivals = sink.process.transfer.arrivals
             over = lambda: job.grant_id not in arrivals._by_grant  # noqa: E731
@@ -38,7 +38,7 @@ def before_last_layer(nodes: Nodes, helper: int, act: Callable[[BlockPush], None
             act(job)
         push(job, layers, written)
 
-    pusher.push = held
+    process.transfer._pusher.push = held  # type: ignore[method-assign]
 
 
 def awaits(awaited: dict, job: BlockPush) -> bool:
@@ -69,6 +69,61 @@ def test_two_nodes_compute_a_prompt_and_a_third_decodes(way: str) -> None:
         together = nodes.ask(PROMPT, on=0, prefill=2, helpers=[1])
         assert [nodes.count(node, "shared_tokens") for node in (1, 2)] == [2 * CHUNK, 2 * CHUNK]
         assert together.logprobs == alone.logprobs
+
+
+# Windows of 32 or 21 tokens, which are as long as a chunk, longer, and shorter.
+BOTH_KINDS = [
+    ("qwen2_hybrid", CHUNK),
+    ("qwen2_hybrid", BLOCK),
+    ("gpt_oss", CHUNK),
+    ("gemma3_deep", BLOCK),
+    pytest.param("gpt_oss", BLOCK, marks=pytest.mark.slow),
+    pytest.param("gemma3_deep", CHUNK, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("model", "chunk"), BOTH_KINDS)
+def test_layers_of_both_kinds_where_a_third_node_decodes(model: str, chunk: int) -> None:
+    """Each layer waits for its own, whichever table it has. The third gets no more than the last window."""
+    prompt = random_prompt(5 * chunk - 5, seed=5)
+    with make_nodes("decode", "prefill", "prefill", transport="shm", model=model, chunk=chunk) as nodes:
+        nodes.sampling, process = LOGPROBS, nodes.nodes[2].process
+        alone = nodes.ask(prompt, on=0, prefill=2)
+        moved = process.transfer.counters["kv_pushed_bytes"]
+        for node in nodes.nodes:
+            nodes.client.send(node.info, FlushBlocks())
+        before_last_layer(nodes, 1, nothing)
+        together = nodes.ask(prompt, on=0, prefill=2, helpers=[1])
+        assert [nodes.count(node, "shared_tokens") for node in (1, 2)] == [2 * chunk, 2 * chunk]
+        assert together.logprobs == alone.logprobs
+        to_helper = 2 * chunk * process.loaded.layout.group.blocks_each * process.loaded.layout.payload_bytes // BLOCK
+        assert process.transfer.counters["kv_pushed_bytes"] == 2 * moved + to_helper
+
+
+@pytest.mark.parametrize(("model", "chunk"), BOTH_KINDS)
+def test_layers_of_both_kinds_on_three_nodes(model: str, chunk: int) -> None:
+    """What slid out is free again as soon as all is verified; what came is found, and may lack what slid out."""
+    prompt = random_prompt(7 * chunk - 1, seed=6)
+    with make_nodes("unified", "unified", "unified", transport="shm", model=model, chunk=chunk) as nodes:
+        nodes.sampling, last = LOGPROBS, nodes.nodes[2].process
+        alone = nodes.ask(prompt, on=0)
+        nodes.client.send(nodes.nodes[0].info, FlushBlocks())
+        together = nodes.ask(prompt, on=2, helpers=[0, 1])
+        assert nodes.count(2, "shared_tokens") == 4 * chunk
+        assert together.logprobs == alone.logprobs
+        nodes.sampling = SamplingParams(max_tokens=2000, temperature=0.0, ignore_eos=True)
+        stream = nodes.submit(random_prompt(7 * chunk - 1, seed=7), on=2, helpers=[0, 1])
+        nodes.until(lambda: len(stream.output()) > 2)
+        num_held, each = last.pool.num_blocks - last.pool.num_free, last.pool.windows.num_each
+        in_window = last.pool.window.most_held(1)
+        assert num_held <= -(-(7 * chunk + len(stream.output())) // BLOCK) + 1 + each * in_window
+        nodes.cancel(stream, on=2)
+        nodes.client.wait(stream)
+        nodes.sampling = LOGPROBS
+        longer = prompt + random_prompt(4 * chunk - 4, seed=8)
+        nodes.ask(longer, on=2, helpers=[0])
+        assert last.logic.scheduler.state.num_cached_tokens >= 6 * chunk, "what came was kept"
+        assert nodes.count(2, "shared_begun") == 3
 
 
 def test_three_nodes_beside_streams() -> None:

@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import zmq
+from tiny_hf_models import FAMILIES, tiny_hf_model
 from waiting import PATIENCE_S
 
 from in_process_cluster import FAST, Client, Node, Result, node_options
@@ -56,7 +58,7 @@ class Nodes:
 
     def check(self, result: Result, prompt: list[int]) -> Result:
         assert result.failed is None, result.failed
-        check_greedy(tiny_model(self.model), prompt, result.output(), self.sampling.max_tokens)
+        check_greedy(folder_of(self.model), prompt, result.output(), self.sampling.max_tokens)
         return result
 
     def ask(self, prompt: list[int], on: int, **options: object) -> Result:
@@ -75,6 +77,11 @@ class Nodes:
         self.client.until(condition)
 
 
+def folder_of(model: str) -> Path:
+    """The folder of a kind of tiny_models.py, or of a family of tiny_hf_models.py."""
+    return tiny_hf_model(model) if model in FAMILIES else tiny_model(model)
+
+
 @contextmanager
 def make_nodes(
     *roles: str,
@@ -87,7 +94,7 @@ def make_nodes(
     At the end nothing is held anywhere."""
     common = {"timeouts": replace(FAST, pull_s=pull_s), **common}
     options = [
-        node_options(role, tiny_model(model), **{**common, **(changes or {}).get(index, {})})
+        node_options(role, folder_of(model), **{**common, **(changes or {}).get(index, {})})
         for index, role in enumerate(roles)
     ]
     nodes = [Node(each) for each in options]

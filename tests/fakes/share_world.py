@@ -2,8 +2,9 @@
 and network in short.
 
 A block's content is the hash of its tokens if it was computed behind right blocks, else garbage; so is the token behind
-a prompt. Writes land whether their grant is open or not, as one-sided transports do. A step runs when all that it waits
-for has come, or does not come any more.
+a prompt. Where layers slide its window blocks have contents of their own, of which those in the window must be right.
+Writes land whether their grant is open or not, as one-sided transports do. A step runs when all that it waits for has
+come, or does not come any more.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.blocks.window import NO_WINDOW, BlockWindow
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions, Timeouts
 from tandem.engine.contracts.hashing import root_hash
 from tandem.engine.contracts.keys import NodeKey
@@ -62,6 +64,12 @@ TIMES = Timeouts(resend_s=0.5, connect_s=3.0)
 ROUTER = NodeKey("router", 1)
 RIGHT, WRONG = 1, 2  # tokens
 GARBAGE, UNNAMED = b"?" * 16, b"!" * 16  # UNNAMED: right, of tokens that the host does not know yet
+SHORT_WINDOW, LONG_WINDOW = BlockWindow(BLOCK + 1, BLOCK, 2), BlockWindow(CHUNK + BLOCK, BLOCK, 1)  # than a chunk
+
+
+def beside(name: bytes, place: int) -> bytes:
+    """The content of a window block of the block with this content."""
+    return bytes([place]) + name[1:]
 
 
 @dataclass
@@ -80,18 +88,21 @@ class Landing:
 class ShareNode:
     """One node, and its device."""
 
-    def __init__(self, name: str, num_blocks: int, clock: StepClock, has_deadlines: bool, num_host: int) -> None:
+    def __init__(
+        self, name: str, num_blocks: int, clock: StepClock, has_deadlines: bool, num_host: int, window: BlockWindow
+    ) -> None:
         scheduling = SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=64, max_prefill_chunk=CHUNK)
         options = NodeOptions("unified", ModelOptions("m"), CacheOptions(BLOCK, BLOCK), scheduling, timeouts=TIMES)
         self.info = NodeInfo(
             node_id=name, epoch=ord(name), role="unified", layout=LAYOUT, vocab_size=100, max_model_len=200
         )
-        self.pool = BlockPool(num_blocks, enable_caching=True)
+        num_blocks *= 1 + window.num_each
+        self.pool = BlockPool(num_blocks, enable_caching=True, window=window)
         keys = ClusterKeys(b"k" * 16, False)
         self.tiers = None
         if num_host:
             self.tiers = TierManager(self.pool, BLOCK, TierIndex(num_host), None, None, Rate(), 2, clock=clock.now)
-        self.host = [GARBAGE] * num_host
+        self.host: list[tuple[bytes, ...]] = [(GARBAGE,)] * num_host
         self.copies: deque[Save | Load] = deque()
         self.handoffs = Handoffs(self.info, keys, self.pool, options, self.tiers or NoTiers(), Rate())
         state = SchedulerState(
@@ -102,8 +113,9 @@ class ShareNode:
         )  # fmt: skip
         self.scheduler = Scheduler(state)
         self.logic = ServingNode(self.info, RequestBook(100, 200), self.scheduler, self.pool, 9, self.handoffs)
-        self.content = [GARBAGE] * num_blocks
-        self.steps: deque[tuple[SchedulerOutput, list[tuple[int, ...]]]] = deque()  # with the blocks of its rows
+        self.content = [GARBAGE] * (num_blocks + 1)  # with the null block's
+        # With the blocks of its rows, by block table.
+        self.steps: deque[tuple[SchedulerOutput, list[tuple[tuple[int, ...], ...]]]] = deque()
         self.jobs: deque[Any] = deque()
         self.landing: dict[int, Landing] = {}
         self.retired: set[int] = set()
@@ -121,11 +133,12 @@ class ShareNode:
     def copy(self) -> None:
         """The next job of the tiers' threads."""
         job = self.copies.popleft()
-        for slot, block_id in zip(job.host_slots, job.block_ids, strict=True):
+        for slot, block_id, window_ids in zip(job.host_slots, job.block_ids, job.window_ids, strict=True):
             if isinstance(job, Save):
-                self.host[slot] = self.content[block_id]
+                self.host[slot] = tuple(self.content[each] for each in (block_id, *window_ids))
             else:
-                self.content[block_id] = self.host[slot]
+                for each, content in zip((block_id, *window_ids), self.host[slot], strict=False):
+                    self.content[each] = content
         assert self.tiers is not None
         take_copied(self.tiers, self.logic, JobDone(job, 0.001))
 
@@ -139,31 +152,44 @@ class ShareNode:
             found = self.pool.block_hash(block_id)
             if found is not None and self.pool.is_published(found):
                 assert content in (found, UNNAMED), f"{self.info.node_id}: block {block_id} holds another's bytes"
+                for place, each in enumerate(self.pool.windows.of(block_id)):
+                    right = beside(found, place), beside(UNNAMED, place)
+                    assert self.content[each] in right, f"{self.info.node_id}: block {each} holds another's bytes"
         index = None if self.tiers is None else self.tiers._host
         for found in () if index is None else index.unpinned_hashes():
-            assert self.host[index.slot(found)] in (found, UNNAMED), f"{self.info.node_id}: {found!r} is another's"
+            assert self.host[index.slot(found)][0] in (found, UNNAMED), f"{self.info.node_id}: {found!r} is another's"
 
-    def compute(self, row: ScheduledRow, request: Request, block_ids: Sequence[int]) -> bool:
-        """Writes a row's full blocks. Returns whether those before it hold what they should."""
+    def tables_of(self, request: Request) -> tuple[tuple[int, ...], ...]:
+        return tuple(request.block_ids), *self.scheduler.state.kv.window_ids(request)
+
+    def compute(self, row: ScheduledRow, request: Request, tables: Sequence[Sequence[int]]) -> bool:
+        """Writes a row's full blocks. Returns whether those that it sees before it hold what they should."""
         self.scheduler.state.kv.extend_hashes(request)
         first, end = row.start // BLOCK, (row.start + row.num_tokens) // BLOCK
         names = [*request.block_hashes, *[UNNAMED] * end]
-        before = zip(block_ids[:first], names, strict=False)
-        is_right = all(self.content[each] in (name, UNNAMED) for each, name in before)
-        for index in range(first, min(end, len(block_ids))):
-            self.content[block_ids[index]] = names[index] if is_right else GARBAGE
+        (block_ids, *windows), passed = tables, self.pool.window.num_passed(row.start)
+        is_right = all(self.content[block_ids[i]] in (names[i], UNNAMED) for i in range(first))
+        for place, window_ids in enumerate(windows):
+            seen = [(self.content[window_ids[i]], names[i]) for i in range(passed, first)]
+            is_right &= all(found in (beside(name, place), beside(UNNAMED, place)) for found, name in seen)
+        for i in range(first, min(end, len(block_ids))):
+            self.content[block_ids[i]] = names[i] if is_right else GARBAGE
+            for place, window_ids in enumerate(windows):
+                self.content[window_ids[i]] = beside(names[i], place) if is_right else GARBAGE
         return is_right
 
 
 class ShareWorld:
     """`post` is what has been sent and not arrived; nothing happens by itself. `told`: what the router heard."""
 
-    def __init__(self, *num_blocks: int, has_deadlines: bool = False, num_host: int = 0) -> None:
-        """`num_host`: blocks that each node's host memory has room for."""
+    def __init__(
+        self, *num_blocks: int, has_deadlines: bool = False, num_host: int = 0, window: BlockWindow = NO_WINDOW
+    ) -> None:
+        """`num_blocks` are without window blocks; `num_host`: blocks that each node's host memory has room for."""
         self.now = 1.0
         clocks = [StepClock(lambda: self.now) for _ in num_blocks]
         each_has = zip("abc", num_blocks, clocks, strict=False)
-        self.nodes = [ShareNode(*each, has_deadlines, num_host) for each in each_has]
+        self.nodes = [ShareNode(*each, has_deadlines, num_host, window) for each in each_has]
         self.post: deque[tuple[ShareNode, ShareNode, Any]] = deque()
         self.told: list[Tokens | RequestFailed] = []
         self._num_told: Counter[tuple[str, int, int]] = Counter()  # tokens
@@ -289,7 +315,7 @@ class ShareWorld:
             return bool(events)
         node.pool.step_launched(output.step_id)
         rows = node.scheduler._launched[output.step_id].row_requests
-        node.steps.append((output, [tuple(request.block_ids) for request in rows]))
+        node.steps.append((output, [node.tables_of(request) for request in rows]))
         if len(node.steps) == 1:
             self._begins(node, output)
         self._settle()

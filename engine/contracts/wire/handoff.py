@@ -72,8 +72,9 @@ class KVGrant(AttemptMessage, frozen=True, kw_only=True):
 
 
 class KVLayers(AttemptMessage, frozen=True, kw_only=True):
-    """Source -> sink: the first `num_layers` layers of all granted blocks are written. Sent for what is computed for a
-    sink that needs it layer by layer; not answered, since a KVReady follows that says the same of all layers."""
+    """Source -> sink: the model's first `num_layers` layers of all granted blocks are written. Sent for what is
+    computed for a sink that needs it layer by layer; not answered, since a KVReady follows that says the same of all
+    layers."""
 
     grant_id: int
     grant_signature: bytes

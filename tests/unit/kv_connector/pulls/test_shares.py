@@ -7,8 +7,9 @@ import random
 from collections.abc import Callable
 
 import pytest
-from share_world import BLOCK, CHUNK, RIGHT, ShareWorld
+from share_world import BLOCK, CHUNK, LONG_WINDOW, RIGHT, SHORT_WINDOW, ShareWorld
 
+from tandem.engine.blocks.window import NO_WINDOW, BlockWindow
 from tandem.engine.contracts.wire.requests import RequestFailed, Tokens
 from tandem.kv_connector.pulls.shares import LEAST_PATIENCE_S
 from tandem.kv_connector.tiers import write_back
@@ -16,11 +17,13 @@ from tandem.kv_connector.tiers.ways import WAY_S
 from tandem.kv_connector.tiers.write_back import WriteBack
 
 TWO, THREE = (40, 40), (40, 40, 40)
+WINDOWS = {"all alike": NO_WINDOW, "short window": SHORT_WINDOW, "long window": LONG_WINDOW}
+with_windows = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 
 
-def started(*num_blocks: int) -> ShareWorld:
+def started(*num_blocks: int, window: BlockWindow = NO_WINDOW) -> ShareWorld:
     """The first node has a prompt of two rounds, the others may help."""
-    world = ShareWorld(*num_blocks)
+    world = ShareWorld(*num_blocks, window=window)
     num_nodes = len(num_blocks)
     world.submit("r", (2 * num_nodes + 1) * CHUNK - 3, 0, range(1, num_nodes))
     return world
@@ -45,9 +48,10 @@ def ended(world: ShareWorld) -> str:
     return outcome(world)
 
 
+@with_windows
 @pytest.mark.parametrize("num_blocks", [TWO, THREE])
-def test_all_chunks_are_computed_once(num_blocks: tuple[int, ...]) -> None:
-    world = started(*num_blocks)
+def test_all_chunks_are_computed_once(num_blocks: tuple[int, ...], window: BlockWindow) -> None:
+    world = started(*num_blocks, window=window)
     assert ended(world) == "done"
     counters = world.nodes[0].handoffs.shares.counters
     num_nodes = len(num_blocks)
@@ -58,15 +62,31 @@ def test_all_chunks_are_computed_once(num_blocks: tuple[int, ...]) -> None:
     assert helpers == [0] * (num_nodes - 1), "once"
 
 
+@with_windows
 @pytest.mark.parametrize("num_blocks", [(40, 7), (9, 40)])
-def test_without_room_it_is_computed_alone(num_blocks: tuple[int, ...]) -> None:
-    world = ShareWorld(*num_blocks)
+def test_without_room_it_is_computed_alone(num_blocks: tuple[int, ...], window: BlockWindow) -> None:
+    world = ShareWorld(*num_blocks, window=window)
     if num_blocks[0] < 40:
         world.submit("other", 2 * CHUNK, 0, max_tokens=9)
     world.submit("r", 5 * CHUNK - 3 if num_blocks[0] == 40 else 3 * CHUNK + 3, 0, [1])
     world.run()
     world.check_whole()
     assert not any(isinstance(each, RequestFailed) for each in world.told)
+
+
+@pytest.mark.parametrize("window", [SHORT_WINDOW, LONG_WINDOW])
+def test_who_has_room_only_without_what_slides_out_computes_alone(window: BlockWindow) -> None:
+    world = ShareWorld(14, 40, window=window)
+    world.submit("stream", CHUNK, 0, max_tokens=25)
+    while not world.told:
+        for move in world.moves():
+            world.do(move)
+    world.submit("r", 13 * BLOCK, 0, [1], first=30)
+    world.run()
+    world.check_whole()
+    told = [each.request_id for message in world.told if isinstance(message, Tokens) for each in message.deltas]
+    assert "stream" in told[told.index("r") :], "it has waited for the stream's end"
+    assert world.nodes[0].handoffs.shares.counters.begun == 0
 
 
 def nobody_answers(world: ShareWorld) -> None:
@@ -132,6 +152,52 @@ def check_each_moment(
 )
 def test_each_fault_at_each_moment(fault: str, num_blocks: tuple[int, ...], every: int) -> None:
     check_each_moment(lambda: started(*num_blocks), fault, every)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("num_blocks", "window", "every"),
+    [
+        (TWO, SHORT_WINDOW, 11),
+        (TWO, LONG_WINDOW, 13),
+        pytest.param(TWO, LONG_WINDOW, 1, marks=pytest.mark.slow),
+        pytest.param(THREE, SHORT_WINDOW, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_each_fault_at_each_moment_with_window_blocks(
+    fault: str, num_blocks: tuple[int, ...], window: BlockWindow, every: int
+) -> None:
+    check_each_moment(lambda: started(*num_blocks, window=window), fault, every)
+
+
+def started_behind_what_slid_out(window: BlockWindow) -> ShareWorld:
+    """What the first node has cached of its prompt has lost window blocks, but for those that are read."""
+    world = ShareWorld(*TWO, window=window)
+    world.submit("before", 5 * CHUNK + 1, 0)
+    for number in range(3):
+        world.run()
+        world.submit(f"other {number}", 5 * CHUNK, 0, first=30 + 7 * number)
+    world.run()
+    world.told.clear()
+    world.submit("r", 9 * CHUNK - 3, 0, [1])
+    return world
+
+
+@pytest.mark.parametrize("window", [SHORT_WINDOW, LONG_WINDOW])
+def test_window_blocks_that_slid_out_are_not_sent(window: BlockWindow) -> None:
+    world = started_behind_what_slid_out(window)
+    shares, windows = world.nodes[0].handoffs.shares, world.nodes[0].pool.windows
+    assert to_moment(world, 8)
+    (share,) = shares._shares.values()
+    assert not all(map(windows.is_whole, share.blocks_of(0))), "this shows nothing"
+    assert ended(world) == "done"
+    assert (shares.counters.begun, world.nodes[0].scheduler.state.num_cached_tokens) == (1, 5 * CHUNK)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
+def test_each_fault_at_each_moment_behind_what_slid_out(fault: str, every: int) -> None:
+    check_each_moment(lambda: started_behind_what_slid_out(SHORT_WINDOW), fault, every)
 
 
 @pytest.fixture
@@ -272,14 +338,14 @@ def test_an_attempt_finds_what_was_verified_when_the_one_before_failed() -> None
     assert max(kept) >= 2 * CHUNK, "more than its own first chunk"
 
 
-@pytest.mark.parametrize("num_seeds", [4, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_seeds", [6, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("nothing_is_saved_ahead")
 def test_whatever_happens_among_three_full_nodes(num_seeds: int) -> None:
     """Prompts of all three at once, in any order of events, in pools for one and a half of them. By deadlines nodes
     help beside prompts of their own."""
     for seed in range(num_seeds):
-        rng = random.Random(seed)
-        world = ShareWorld(18, 18, 18, has_deadlines=seed % 2 == 1, num_host=rng.choice([0, 24]))
+        rng, window = random.Random(seed), list(WINDOWS.values())[seed % 3]
+        world = ShareWorld(18, 18, 18, has_deadlines=seed % 2 == 1, num_host=rng.choice([0, 24]), window=window)
         names = iter(range(100))
         for _ in range(300):
             kind = rng.random()

@@ -12,16 +12,22 @@ import torch
 from waiting import PATIENCE_S, wait_until
 
 from tandem.engine.contracts.keys import NodeKey
+from tandem.engine.contracts.kv_layout import KVGroup
 from tandem.engine.contracts.wire.handoff import KVGrant, KVLayers, KVReady, KVRelease
 from tandem.kv_connector.protocol.jobs import ArrivingKV
 from tandem.kv_connector.transfer import arrivals as arrivals_of
 from tandem.kv_connector.transfer.arrivals import LET_GO, Arrivals, Arriving
+from tandem.kv_connector.transfer.layer_order import order_of
 
 NUM_LAYERS, STEP, SLOT = 3, 7, 2
 GRANT = KVGrant(
     request_id="r", attempt=1, grant_id=5, source_id="h", source_epoch=8, sink_id="p", sink_epoch=9, first_block=0,
     block_ids=(1, 2), num_prompt_tokens=8, lease_s=1.0, signature=b"genuine",
 )  # fmt: skip
+
+
+def arrivals_of_layers(num_layers: int) -> Arrivals:
+    return Arrivals(order_of(KVGroup(num_layers, 1, 1, "float32")), torch.device("cpu"))
 
 
 def layers(number: int, signature: bytes = b"genuine") -> KVLayers:
@@ -37,7 +43,7 @@ def ready(signature: bytes = b"genuine") -> KVReady:
 
 def waiting(within_s: float = 1e6) -> tuple[Arrivals, Callable[[], None]]:
     """Arrivals for which a step waits, and what waits for all its layers."""
-    arrivals = Arrivals(NUM_LAYERS, torch.device("cpu"))
+    arrivals = arrivals_of_layers(NUM_LAYERS)
     arrivals.expect(GRANT)
     waits = arrivals.waits(STEP, [ArrivingKV(5, SLOT, time.monotonic() + within_s)])
     assert sorted(waits) == [0, 2], "the first of each group that is pushed together"
@@ -101,7 +107,7 @@ def test_strangers_let_nothing_go() -> None:
 
 
 def test_a_grant_that_ended_before_the_step_spoils_it() -> None:
-    arrivals = Arrivals(NUM_LAYERS, torch.device("cpu"))
+    arrivals = arrivals_of_layers(NUM_LAYERS)
     assert arrivals.waits(STEP, [ArrivingKV(5, SLOT, time.monotonic() + 1e6)]) == {}, "nobody waits for it"
     assert list(arrivals.spoiled(STEP)) == [SLOT]
 
@@ -129,7 +135,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch, waited: list[int]) -> Arrivals:
     """Arrivals of 16 layers as on a device, whose streams note in `waited` for how many layers they wait."""
     monkeypatch.setattr(arrivals_of, "wait_for_value", lambda index, stream, address, value: waited.append(value))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    arrivals = Arrivals(16, torch.device("cpu"))
+    arrivals = arrivals_of_layers(16)
     arrivals._flags, arrivals._device = torch.zeros(4, dtype=torch.int32), torch.device("cuda", 0)
     arrivals.expect(GRANT)
     return arrivals

@@ -154,7 +154,7 @@ def test_with_other_ranks_a_layer_goes_out_when_the_next_one_has_begun(nodes, ch
     source, sink = nodes
     push = BlockPush(KEY, sink.grant(source.info, [9]), (1,), (9,), (8,))
     queued: list[range] = []
-    monkeypatch.setattr(worker._transfer, "submit_layers", lambda push, layers, written: queued.append(layers))
+    monkeypatch.setattr(worker._transfer, "submit_layers", lambda push, layers, *_: queued.append(layers))
     worker.start_load_kv(StepMoves(5, (push,), ()))
     for index, name in enumerate(LAYERS):
         worker.save_kv_layer(name, source.pool[:, :, index], object())
@@ -247,7 +247,7 @@ def late(worker, monkeypatch):
         worker._transfer, "submit", lambda job, written=None, waits=True: submitted.append(("whole", waits))
     )
     monkeypatch.setattr(
-        worker._transfer, "submit_layers", lambda push, layers, written: submitted.append((layers, *written))
+        worker._transfer, "submit_layers", lambda push, layers, written, *_: submitted.append((layers, *written))
     )
     return worker, submitted, events
 
