@@ -147,8 +147,9 @@ def test_ranks_give_up_a_step_together_and_go_on(
 ) -> None:
     """The other GPU waits for its part of the step, and gets zeros. A prompt that tells log-probabilities runs layer by
     layer, others as graphs, short ones as rows of a decode step."""
+    sizes = {"num_ranks": 2, "model": str(DEMO), "dtype": "float32", "chunk": 1024}
     faults = [{"rank": rank, "num_tokens": num_tokens, "at": at}]
-    node = NodeChild(("decode",), "auto", num_ranks=2, model=str(DEMO), dtype="float32", faults=faults)
+    node = NodeChild(("decode",), "auto", faults=faults, **sizes)  # type: ignore[arg-type]
     (info,), client = node.infos, Client(node.infos[0])
     plain = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
     prompt = random_prompt(num_tokens, 1, 2048)
