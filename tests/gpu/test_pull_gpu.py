@@ -20,7 +20,7 @@ from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
-from tiny_models import random_prompt
+from tiny_models import VOCAB, random_prompt, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,14 +34,17 @@ NUM_ERRORS = 3  # of the dtype: it is measured for one order of additions, and t
 # Behind the prefix: more than a captured step takes, so that the rest is launched layer by layer.
 LONG_ENDS = (REPLAYED_TOKENS + 1, REPLAYED_TOKENS + 5 * BLOCK, 900)
 PREFIX = 40 * BLOCK
+NUM_BLOCKS = 480  # layers of both kinds take several for each
 CHUNK = 1024  # tokens of a step: each part of a prompt that two nodes compute is one
 TOGETHER = 3 * REPLAYED_TOKENS + 3  # so that the helper's half is launched, and pushed, layer by layer
 
 
-def make_node(role: str, way: str, device_index: int, dtype: str = "auto", **changes: object) -> Node:
+def make_node(
+    role: str, way: str, device_index: int, dtype: str = "auto", model: Path = DEMO, **changes: object
+) -> Node:
     where = {"device": DEVICE, "device_index": device_index % max(1, torch.cuda.device_count())}
-    options = node_options(role, DEMO, num_blocks=320, transport=way, timeouts=FAST, **where, **changes)
-    node = Node(replace(options, model=ModelOptions(str(DEMO), dtype=dtype)))  # type: ignore[arg-type]
+    options = node_options(role, model, num_blocks=NUM_BLOCKS, transport=way, timeouts=FAST, **where, **changes)
+    node = Node(replace(options, model=ModelOptions(str(model), dtype=dtype)))  # type: ignore[arg-type]
     puller = node.process.logic.handoffs.puller  # type: ignore[attr-defined]
     puller.compute_rate = Rate()  # so that it pulls, whatever was measured
     return node
@@ -82,8 +85,8 @@ def asking(*nodes: Node, others: tuple[NodeInfo, ...] = ()) -> Iterator[Asking]:
             node.stop()
 
 
-def check_tokens(prompt: list[int], result: Result, dtype: torch.dtype) -> None:
-    gap, error, index = widest_gap(DEMO, prompt, result.output(), dtype)
+def check_tokens(prompt: list[int], result: Result, dtype: torch.dtype, model: Path = DEMO) -> None:
+    gap, error, index = widest_gap(model, prompt, result.output(), dtype)
     assert gap <= NUM_ERRORS * error, f"token {index} has a gap of {gap:.5f}, the dtype's error is {error:.5f}"
 
 
@@ -112,7 +115,7 @@ def test_behind_a_pulled_prefix_a_node_computes_what_the_holder_does(dtype: str)
     """The same end behind the same prefix, pulled from another process, and cached at home: the same kernels get the
     same numbers, so log-probabilities are equal to the last bit."""
     where = {"device": DEVICE, "device_index": 0, "chunk": 0}
-    child = NodeChild(("unified",), "cuda_ipc", num_blocks=320, model=str(DEMO), dtype=dtype, **where)
+    child = NodeChild(("unified",), "cuda_ipc", num_blocks=NUM_BLOCKS, model=str(DEMO), dtype=dtype, **where)
     try:
         (holder,) = child.infos
         asker = make_node("unified", "cuda_ipc", 1, dtype)
@@ -156,21 +159,24 @@ def test_what_was_pulled_is_handed_on() -> None:
         assert asked.count(decode, "sink_commits") == 3
 
 
-def start_helper(faults: str, dtype: str) -> NodeChild:
+def start_helper(faults: str, dtype: str, model: Path = DEMO) -> NodeChild:
     where = {"device": DEVICE, "device_index": 0, "chunk": CHUNK}
-    return NodeChild(("unified",), "cuda_ipc", faults, num_blocks=320, model=str(DEMO), dtype=dtype, **where)
+    return NodeChild(("unified",), "cuda_ipc", faults, num_blocks=NUM_BLOCKS, model=str(model), dtype=dtype, **where)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_two_gpus_compute_a_prompt(dtype: str) -> None:
-    """The helper's pushes are held up, so that the prompt's end begins before its beginning is there."""
-    child = start_helper("delay:0.3", dtype)
+@pytest.mark.parametrize(("kind", "dtype"), [("demo", "bfloat16"), ("demo", "float32"), ("qwen2_hybrid", "float32")])
+def test_two_gpus_compute_a_prompt(kind: str, dtype: str) -> None:
+    """The helper's pushes are held up, so that the prompt's end begins before its beginning is there. Also where layers
+    that slide have blocks of their own."""
+    model = DEMO if kind == "demo" else tiny_model(kind)
+    child = start_helper("delay:0.3", dtype, model)
     try:
-        asker = make_node("unified", "cuda_ipc", 1, dtype, chunk=CHUNK)
+        asker = make_node("unified", "cuda_ipc", 1, dtype, model, chunk=CHUNK)
+        assert (asker.process.pool.windows.num_each > 0) == (kind == "qwen2_hybrid")
         with asking(asker, others=tuple(child.infos)) as asked:
             for turn, length in enumerate((TOGETHER, TOGETHER + 5 * BLOCK)):
-                prompt = random_prompt(length, seed=length, vocab_size=2048)
-                check_tokens(prompt, asked.ask(prompt, asker.info, helpers=child.infos), getattr(torch, dtype))
+                prompt = random_prompt(length, seed=length, vocab_size=2048 if kind == "demo" else VOCAB)
+                check_tokens(prompt, asked.ask(prompt, asker.info, helpers=child.infos), getattr(torch, dtype), model)
                 assert (asked.count(asker, "shared_begun"), asked.count(asker, "shared_failed")) == (turn + 1, 0)
             assert asked.count(asker, "sink_digest_mismatches") == 0
     finally:
