@@ -50,6 +50,13 @@ class FreeQueue:
         for block_id in block_ids:
             self._blocks.move_to_end(block_id, last=False)
 
+    def forget(self, block_id: int) -> bool:
+        """Notes that what a block holds is found no more. Returns whether it is in the queue."""
+        if block_id in self._blocks:
+            self.void((block_id,))
+            return True
+        return False
+
     def put_first(self, first: Sequence[int], is_void: Callable[[int], bool]) -> None:
         """Has these reused before all others, but for those that hold nothing or were put first before them."""
         ahead = list(takewhile(lambda each: is_void(each) or each in self._going_first, self._blocks))

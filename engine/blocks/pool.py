@@ -248,9 +248,8 @@ class BlockPool:
     def _put_in_place_of(self, known: int, block_id: int, block_hash: bytes, step: int) -> None:
         """Has a block found in place of one that has lost its window blocks."""
         self._hash_of[known], self._hash_of[block_id], self._block_of[block_hash] = None, block_hash, block_id
-        if known in self._free:
+        if self._free.forget(known):
             self._tenants.held(self.tenant(block_hash), known)
-            self._free.void((known,))
         else:
             self.num_hidden += 1
         self._publication.rewritten(block_hash, step)
@@ -271,10 +270,7 @@ class BlockPool:
         for gone in self._tree.remove(block_hash):
             block_id = self._block_of.pop(gone)
             self._hash_of[block_id] = None
-            if block_id in self._free:
-                self._free.void((block_id,))
-            else:
-                self.num_hidden += 1
+            self.num_hidden += not self._free.forget(block_id)
             self.windows.lose(block_id)
             if tenant := self._tenant_of.pop(gone, b""):
                 self._tenants.forgotten(tenant, block_id)

@@ -101,6 +101,10 @@ class TensorParallel:
             self._stand_in = StandIn(rows, self.num_exchanges)
         self._stand_in.rows = rows
 
+    def replayed(self, num_exchanges: int) -> None:
+        """Counts the exchanges of a graph."""
+        self.num_exchanges += num_exchanges
+
     @property
     def most_captured_rows(self) -> int | None:
         """Rows of the largest exchange that a graph may have, since larger ones go by NCCL; None: any number."""

@@ -255,7 +255,7 @@ class PromptGraphs:
     def _replay(self, segment: Segment) -> None:
         segment.graph.replay()
         if self._group is not None:
-            self._group.num_exchanges += segment.num_exchanges
+            self._group.replayed(segment.num_exchanges)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         """Copies a tensor [G, ...] to where each pass leaves what it calls so."""

@@ -247,19 +247,16 @@ class StepPlanner:
         """Starts a waiting request while budget, slots and blocks last. One that waits for its connector or for its
         own tokens in flight is passed by; one that lacks blocks holds the line, or large ones would never start, but
         not those that others wait for elsewhere."""
-        if plan.preempted or not self._may_have_slot(request) or not plan.num_prompt_tokens_left:
-            return
-        if not self._queues.adapters.may_take(request.prompt.adapter):  # others have taken the last
+        may_start = not plan.preempted and self._may_have_slot(request) and plan.num_prompt_tokens_left
+        if not may_start or not self._queues.adapters.may_take(request.prompt.adapter):  # others have taken the last
             return
         if request.block_ids:  # a share of another node's prompt, which lacks no room
             self._start_share(plan, request, admission)
             return
         if not ((admission.is_open and admission.num_passed_by < MAX_PASSED_BY) or self._is_granted(request)):
             return
-        if request.num_in_flight:
-            admission.num_passed_by += 1
-            return
-        if self._outgrew_pool(plan, request, request.num_tokens):  # preempted when it held all there is
+        admission.num_passed_by += request.num_in_flight > 0
+        if request.num_in_flight or self._outgrew_pool(plan, request, request.num_tokens):  # it may have held all
             return
         if admission.num_reserved is None:
             admission.num_reserved = self._num_reserved()
