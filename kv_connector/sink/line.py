@@ -89,6 +89,7 @@ class SinkLine:
     def grant_in_order(self) -> None:
         if self._pool.reservations.is_asking:
             return  # what is being given back, by a pull that ends, say, is not for who is in line
+        self._grant_given()
         while self._queue:
             record = self._queue[0]
             if record.machine.state is not S.QUEUED:
@@ -155,12 +156,16 @@ class SinkLine:
         self._queue.pop(0)
         self._short_since = math.inf
 
+    def _grant_given(self) -> None:
+        """Grants what comes into blocks that a request has: it takes none from who is in line, and who is in line may
+        wait for that very request's."""
+        for record in self._pulls:
+            if record.into and record.machine.state is S.QUEUED:
+                self._grant(record, record.into)
+
     def _grant_pulls(self) -> None:
         self._pulls = [record for record in self._pulls if record.machine.state is S.QUEUED]
         for record in self._pulls:
-            if record.into:
-                self._grant(record, record.into)
-                continue
             self._ledger.pin(record)
             needed = self._ledger.num_needed(record)
             can_go_on = self._ledger.may_take(record)

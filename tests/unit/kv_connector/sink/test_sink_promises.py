@@ -88,6 +88,18 @@ def test_a_pull_has_its_answer_while_the_line_waits_for_promised_blocks(num_bloc
     assert type(sink.claim("pull", num_blocks)[-1]) is answer
 
 
+def test_a_chunk_has_its_blocks_while_the_line_waits_for_some() -> None:
+    """Who is first in line may wait for the blocks of the very request that the chunk is for, which holds most."""
+    sink = Sink()
+    own = sink.pool.allocate_grantable(7)
+    assert own is not None
+    assert not sink.claims("waits", 5, [])
+    sink.manager.fetch(AttemptKey("chunk", 0), PeerRef(*PEER, ""), 2, 100.0, 1.0, own[4:6])
+    (grant,) = [answer for answer in sink.claim("chunk", 2) if isinstance(answer, KVGrant)]
+    assert list(grant.block_ids) == own[4:6]
+    sink.manager.check_integrity()
+
+
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_a_claim_that_comes_before_its_pull_is_granted_in_its_size(has_blocks: bool) -> None:
     """One helper of a prompt may claim at another before that one hears of the prompt."""
