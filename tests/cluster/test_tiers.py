@@ -20,7 +20,7 @@ from tier_nodes import (
 )
 from waiting import PATIENCE_S
 
-from in_process_cluster import Client, Node, node_options
+from in_process_cluster import Client, Node, node_options, whole_at_the_end
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.requests import FlushBlocks
@@ -51,14 +51,8 @@ def single(references: References) -> Iterator[Asker]:
 def asker_of(*nodes: Node) -> Iterator[Asker]:
     """Nodes that are whole at the end."""
     asker = Asker(*nodes)
-    try:
+    with whole_at_the_end(nodes, asker.client):
         yield asker
-        for node in nodes:
-            node.wait_until_whole()
-    finally:
-        asker.client.close()
-        for node in reversed(nodes):
-            node.stop()
 
 
 def small_prefill() -> list[NodeOptions]:

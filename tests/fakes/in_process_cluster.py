@@ -410,10 +410,17 @@ def cuda_pair(folder: Path, dtype: str = "bfloat16", **changes: object) -> list[
 
 @contextmanager
 def client_of(nodes: Sequence[Node]) -> Iterator[Client]:
-    """A client of running nodes. At the end each must be whole again; they are stopped, whatever came of it."""
+    """A client of running nodes, which are whole at the end."""
     client = Client(*(node.info for node in nodes))
-    try:
+    with whole_at_the_end(nodes, client):
         yield client
+
+
+@contextmanager
+def whole_at_the_end(nodes: Sequence[Node], client: Client) -> Iterator[None]:
+    """At the end each must be whole again; they and their client are stopped, whatever came of it."""
+    try:
+        yield
         for node in nodes:
             node.wait_until_whole()
     finally:

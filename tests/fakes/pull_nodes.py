@@ -12,7 +12,7 @@ import zmq
 from tiny_hf_models import FAMILIES, tiny_hf_model
 from waiting import PATIENCE_S
 
-from in_process_cluster import FAST, Client, Node, Result, node_options
+from in_process_cluster import FAST, Client, Node, Result, node_options, whole_at_the_end
 from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire import codec
@@ -101,14 +101,8 @@ def make_nodes(
     for node in nodes:
         node.process.logic.handoffs.puller.compute_rate = Rate()  # type: ignore[attr-defined]
     client = Client(*(node.info for node in nodes))
-    try:
+    with whole_at_the_end(nodes, client):
         yield Nodes(nodes, client, model=model)
-        for node in nodes:
-            node.wait_until_whole()
-    finally:
-        client.close()
-        for node in nodes:
-            node.stop()
 
 
 def greet(address: str) -> NodeInfo:

@@ -14,7 +14,7 @@ from near_ties import widest_gap
 from node_child import NodeChild
 
 import tandem.deploy
-from in_process_cluster import BLOCK, FAST, Client, Node, Result, node_options
+from in_process_cluster import BLOCK, FAST, Client, Node, Result, node_options, whole_at_the_end
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.sampling_params import SamplingParams
@@ -75,14 +75,8 @@ class Asking:
 @contextmanager
 def asking(*nodes: Node, others: tuple[NodeInfo, ...] = ()) -> Iterator[Asking]:
     asked = Asking(list(nodes), list(others))
-    try:
+    with whole_at_the_end(nodes, asked.client):
         yield asked
-        for node in nodes:
-            node.wait_until_whole()
-    finally:
-        asked.client.close()
-        for node in reversed(nodes):
-            node.stop()
 
 
 def check_tokens(prompt: list[int], result: Result, dtype: torch.dtype, model: Path = DEMO) -> None:

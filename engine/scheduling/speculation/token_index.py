@@ -98,7 +98,7 @@ class TokenIndex:
         first = end
         while first and end - first < count and self._keys[first - 1] == key:
             first -= 1
-        return [place + self._least - 1 for place in self._order[first:end][::-1]] if first < end else ()
+        return [place + self._least - 1 for place in self._order[first:end][::-1]]
 
 
 def _keys_of(tokens: np.ndarray, size: int) -> np.ndarray:
