@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 
@@ -81,6 +82,8 @@ class KVPeer:
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries' own lines go to stderr: UCX logs to stdout
     sys.path.insert(0, str(Path(__file__).parent))
     from kv_pools import MEGABYTE_BLOCKS, PoolNode
 
@@ -89,7 +92,7 @@ def main() -> None:
         node_id, transport, num_blocks=int(num_blocks), layout=MEGABYTE_BLOCKS, seed=int(seed), device=device
     )
     channel = None
-    answer(pack(node.info))
+    answer(answers, pack(node.info))
     for line in sys.stdin:
         verb, *arguments = json.loads(line)
         if verb == "connect":
@@ -106,9 +109,9 @@ def main() -> None:
             node.transports.open_grant(unpack(arguments[0], KVGrant))
         elif verb == "block_equals":
             block, value = arguments
-            answer(bool((node.pool[block] == value).all()))
+            answer(answers, bool((node.pool[block] == value).all()))
             continue
-        answer(True)
+        answer(answers, True)
 
 
 def write_for_ever(node, channel, grant: KVGrant) -> None:
@@ -118,8 +121,8 @@ def write_for_ever(node, channel, grant: KVGrant) -> None:
         channel.write(Write(grant, [(0, block) for block in grant.block_ids], None, [64] * len(grant.block_ids)))
 
 
-def answer(value: object) -> None:
-    print(json.dumps(value), flush=True)
+def answer(answers: TextIO, value: object) -> None:
+    print(json.dumps(value), file=answers, flush=True)
 
 
 if __name__ == "__main__":
