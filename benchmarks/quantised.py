@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import multiprocessing
 import os
@@ -22,11 +23,19 @@ from torch.nn import functional
 
 from tandem.kernels.products import quantised
 from tandem.kernels.products.fused_ops import silu_mul
-from tandem.kernels.products.matmul_plans import MANY_STEPS, SHARED_BYTES, Plan, RingPlan, RowsPlan, StreamPlan
-from tandem.kernels.products.quantised_plans import QuantisedPlan, choose_plan
+from tandem.kernels.products.matmul_plans import (
+    MANY_STEPS,
+    MULTIPROCESSORS,
+    SHARED_BYTES,
+    Plan,
+    RingPlan,
+    RowsPlan,
+    StreamPlan,
+)
+from tandem.kernels.products.quantised_plans import Int4RowPlan, QuantisedPlan, choose_plan
 from tandem.kernels.products.quantised_weight import FP8, QuantisedWeight, quantise_fp8, quantise_int4
 
-AnyPlan = QuantisedPlan | Plan | None  # None: whatever `linear` takes
+AnyPlan = QuantisedPlan | Int4RowPlan | Plan | None  # None: whatever `linear` takes
 GROUPS = {"fp8": 0, "fp8 blocks": 128, "int4": 128}
 NAMES = ("qkv", "o", "gate_up", "down")
 GATED = "gate_up"
@@ -72,12 +81,16 @@ def candidates(kind: str, rows: int, outputs: int, inputs: int) -> Iterator[Quan
                 yield base._replace(tile_n=tile_n, warps=warps, stages=stages, splits=splits)
 
 
-def hopper_candidates(kind: str, rows: int, outputs: int, inputs: int) -> Iterator[Plan]:
+def hopper_candidates(kind: str, rows: int, outputs: int, inputs: int) -> Iterator[Plan | Int4RowPlan]:
     """Plans of the Hopper kernels worth trying, for a table tuned to a device."""
-    if rows == 1:
-        inputs_of_warp, tiles = (1024, (4, 8, 16)) if kind == "int4" else (512, (2, 4, 8))
-        for tile_n in tiles:
-            yield from (RowsPlan(tile_n, inputs_of_warp * warps, warps) for warps in (1, 2, 4))
+    if rows == 1 and kind == "int4":
+        for of_warp, warps, tiles, ahead in itertools.product((2, 4, 8), (4, 8), (1, 2, 4), (1, 2, 4, 8)):
+            programs = outputs // (of_warp * warps * tiles)
+            if of_warp * ahead <= 16 and (tiles == 1 or programs >= MULTIPROCESSORS):
+                yield Int4RowPlan(of_warp, warps, tiles, ahead, 128)
+    elif rows == 1:
+        for tile_n in (2, 4, 8):
+            yield from (RowsPlan(tile_n, 512 * warps, warps) for warps in (1, 2, 4))
     elif kind == "fp8":
         tile_m = next(tile for tile in (16, 32, 64, 128, 256) if rows <= tile or tile == 256)
         for height, groups in ((64, 1), (128, 1), (64, 2), (128, 2)):
@@ -118,8 +131,8 @@ def case_of(kind: str, plan: AnyPlan, rows: int, name: str) -> Case:
     outputs, inputs, _ = PRODUCTS[name]
     if plan is None:
         return Case(kind, plan, rows, outputs, inputs, name == GATED)
-    if isinstance(plan, RowsPlan):
-        return Case(kind, plan, 1, 256, inputs, name == GATED)
+    if isinstance(plan, RowsPlan | Int4RowPlan):
+        return Case(kind, plan, 1, 512, inputs, name == GATED)
     plan = plan._replace(programs=1, lead=0) if isinstance(plan, StreamPlan) else plan
     return Case(kind, plan, plan.tile_m, 256, 4096, name == GATED)
 

@@ -1,9 +1,10 @@
 """Products over quantised weights: y = x @ weight^T.
 
 Up to some hundred rows the kernel of triton_kernels/products/matmul_quantised.py reads each weight once. On Hopper one
-row has matmul_rows_scaled.py, and over fp8 weights with a scale an output more rows have the kernels of 16 bits. Over
-fp8 weights rows, but one alone, are rounded to e4m3 as well, with a scale a row. Prompts over fp8 weights with a scale
-an output are multiplied so by torch; other prompts, and devices without Triton, have the weight made whole first.
+row has matmul_rows_scaled.py, over 4 bits matmul_rows_int4.py, and over fp8 weights with a scale an output more rows
+have the kernels of 16 bits. Over fp8 weights rows, but one alone, are rounded to e4m3 as well, with a scale a row.
+Prompts over fp8 weights with a scale an output are multiplied so by torch; other prompts, and devices without Triton,
+have the weight made whole first.
 
 M rows, N outputs, K inputs.
 """
@@ -20,11 +21,19 @@ from tandem.kernels.products import product_trials
 from tandem.kernels.products.fused_ops import is_fused, rms_norm, silu_mul
 from tandem.kernels.products.matmul_device import is_hopper, shared_bytes_of, workspace_of
 from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, Plan, RowsPlan, StreamPlan
-from tandem.kernels.products.quantised_plans import MOST_TILES, QuantisedPlan, choose_hopper_plan, choose_plan
+from tandem.kernels.products.quantised_plans import (
+    MOST_TILES,
+    Int4RowPlan,
+    QuantisedPlan,
+    choose_hopper_plan,
+    choose_plan,
+)
 from tandem.kernels.products.quantised_weight import FP8, FP8_MAX, QuantisedWeight, quantise_fp8, quantise_int4
 
 PREFERRED_SCALED_ROWS = 129  # from here torch's fp8 products come before the kernel, whose tiles are 128; a guess
 LEAST_SCALED_ROWS = 17  # below, torch's fp8 products need padding; and few rows are the kernel's
+
+AnyPlan = QuantisedPlan | Int4RowPlan | Plan
 
 
 class RoundedRows(NamedTuple):
@@ -102,9 +111,7 @@ def made_whole(weight: QuantisedWeight, x_MK: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def run_plan(
-    plan: QuantisedPlan | Plan, x_MK: torch.Tensor, weight: QuantisedWeight, *, silu: bool = False
-) -> torch.Tensor:
+def run_plan(plan: AnyPlan, x_MK: torch.Tensor, weight: QuantisedWeight, *, silu: bool = False) -> torch.Tensor:
     """The product by a given plan: for tuning and tests."""
     return _by_plan(plan, x_MK, weight, None, silu)
 
@@ -148,7 +155,7 @@ def prepare(device: torch.device) -> None:
         workspace_of(device)
 
 
-def _plan(x_MK: torch.Tensor | RoundedRows, weight: QuantisedWeight, silu: bool) -> QuantisedPlan | Plan | None:
+def _plan(x_MK: torch.Tensor | RoundedRows, weight: QuantisedWeight, silu: bool) -> AnyPlan | None:
     values = x_MK.values if isinstance(x_MK, RoundedRows) else x_MK
     if not is_fused(values) or values.dim() != 2 or x_MK.dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -170,7 +177,7 @@ def _chosen(
     dtype: torch.dtype,
     device: torch.device,
     silu: bool,
-) -> QuantisedPlan | Plan | None:
+) -> AnyPlan | None:
     if torch.cuda.get_device_capability(device) < (8, 9):
         return None
     of_weight = group, bits, scale_dtype, dtype, device
@@ -191,13 +198,13 @@ def _chosen(
     return None
 
 
-def _takes_rounded(plan: QuantisedPlan | Plan) -> bool:
-    return plan.rounded if isinstance(plan, QuantisedPlan) else not isinstance(plan, RowsPlan)
+def _takes_rounded(plan: AnyPlan) -> bool:
+    return plan.rounded if isinstance(plan, QuantisedPlan) else not isinstance(plan, RowsPlan | Int4RowPlan)
 
 
 @functools.cache
 def _is_right(
-    plan: QuantisedPlan | Plan,
+    plan: AnyPlan,
     num_inputs: int,
     group: int,
     bits: int,
@@ -208,7 +215,7 @@ def _is_right(
 ) -> bool:
     """Tried on some tiles, with a row less than a tile's."""
     plan = plan._replace(lead=0) if isinstance(plan, StreamPlan) else plan  # as fits many tiles
-    tile_m = 1 if isinstance(plan, RowsPlan) else plan.tile_m
+    tile_m = 1 if isinstance(plan, RowsPlan | Int4RowPlan) else plan.tile_m
     x = product_trials.random_matrix(max(1, tile_m - 1), num_inputs, dtype, device, 1)
     plain = product_trials.random_matrix(4 * plan.tile_n, num_inputs, torch.float32, device, 2)
     if bits == 4:
@@ -231,7 +238,7 @@ def _is_right(
 
 
 def _by_plan(
-    plan: QuantisedPlan | Plan,
+    plan: AnyPlan,
     x_MK: torch.Tensor | RoundedRows,
     weight: QuantisedWeight,
     bias_N: torch.Tensor | None,
@@ -252,7 +259,9 @@ def _by_plan(
         return out
     from tandem.kernels.triton_kernels.products import matmul_launch  # Gluon's, which not every Triton has
 
-    if isinstance(plan, RowsPlan):
+    if isinstance(plan, Int4RowPlan):
+        matmul_launch.launch_rows_int4(plan, x, weight, out, bias_N=bias_N, silu=silu)
+    elif isinstance(plan, RowsPlan):
         matmul_launch.launch_rows_scaled(plan, x, weight, out, bias_N=bias_N, silu=silu)
     else:
         assert x_scales is not None

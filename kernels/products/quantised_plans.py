@@ -5,9 +5,19 @@ M rows, N outputs, K inputs: y = x @ weight^T.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from tandem.kernels.products.matmul_plans import MANY_STEPS, MULTIPROCESSORS, Plan, RingPlan, RowsPlan, StreamPlan
+from tandem.kernels.products.matmul_plans import (
+    GATE_UP_GROUP,
+    MANY_STEPS,
+    MULTIPROCESSORS,
+    SHARED_BYTES,
+    Plan,
+    RingPlan,
+    RowsPlan,
+    StreamPlan,
+)
 
 # Rows; beyond, weights are few beside the work, and products take the way of prompts: of 4 bits measured
 # (docs/measurements.md#weights-of-8-and-4-bits), of 8 a guess.
@@ -51,6 +61,28 @@ class QuantisedPlan(NamedTuple):
         return -(-num_outputs // self.tile_n) * self.lanes(num_rows)
 
 
+class Int4RowPlan(NamedTuple):
+    """The constants of triton_kernels/products/matmul_rows_int4.py: one row, every warp a few whole outputs."""
+
+    outputs: int  # that a warp has at once; a power of two
+    warps: int
+    tiles: int = 1  # of a program, one after the other
+    ahead: int = 1  # steps of 1,024 inputs whose weights are asked for before they are needed
+    registers: int = 0  # of a thread, at most; 0: as many as the compiler wants
+
+    @property
+    def tile_n(self) -> int:
+        return self.outputs * self.warps
+
+    def is_valid(self, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
+        room = -(-num_inputs // (1024 * self.warps)) * 32 * self.warps
+        fits = self.outputs <= 2 * GATE_UP_GROUP and (1 << (room - 1).bit_length()) * 72 <= SHARED_BYTES
+        whole = num_outputs % (self.tile_n * self.tiles) == 0 and num_inputs % 1024 == 0
+        has_steps = self.ahead <= self.tiles * num_inputs // 1024
+        in_turns = self.tiles == 1 or self.tile_n % (2 * GATE_UP_GROUP) == 0  # the next tile's rows follow this one's
+        return num_rows == 1 and fits and whole and has_steps and in_turns
+
+
 def choose_plan(
     num_rows: int, num_outputs: int, num_inputs: int, group: int, bits: int, *, may_round: bool = True
 ) -> QuantisedPlan | None:
@@ -89,18 +121,29 @@ def _splits(tiles: int, steps: int, *, is_narrow: bool) -> int:
     return splits
 
 
-def choose_hopper_plan(num_rows: int, num_outputs: int, num_inputs: int, group: int, bits: int) -> Plan | None:
+def choose_hopper_plan(
+    num_rows: int, num_outputs: int, num_inputs: int, group: int, bits: int
+) -> Plan | Int4RowPlan | None:
     """A plan of the Hopper kernels, for activations in bf16: of one row, and of more over fp8 with a scale an output.
     Plans: docs/measurements.md#weights-of-8-and-4-bits."""
     sizes = num_rows, num_outputs, num_inputs
-    plans: list[Plan] = []
-    if num_rows == 1 and num_outputs % 16 == 0 and group % 32 == 0:
-        is_small = bits == 8 and num_outputs * num_inputs <= SMALL
-        warps_of = (4, 2, 1) if is_small else (2, 1)
-        plans = [RowsPlan(32 // bits, 4096 // bits * warps, warps) for warps in warps_of]
+    plans: Sequence[Plan | Int4RowPlan] = ()
+    if num_rows == 1 and bits == 4 and group % 32 == 0:
+        plans = _int4_plans(num_outputs, num_inputs)
+    elif num_rows == 1 and bits == 8 and num_outputs % 16 == 0 and group % 32 == 0:
+        warps_of = (4, 2, 1) if num_outputs * num_inputs <= SMALL else (2, 1)
+        plans = [RowsPlan(4, 512 * warps, warps) for warps in warps_of]
     elif bits == 8 and not group and 1 < num_rows <= MOST_ROWS[8] and num_outputs % 16 == 0 and num_inputs % 128 == 0:
         plans = _tensor_core_plans(*sizes)
     return next((plan for plan in plans if plan.is_valid(*sizes)), None)
+
+
+def _int4_plans(num_outputs: int, num_inputs: int) -> list[Int4RowPlan]:
+    few = FEW_REGISTERS
+    plans = [Int4RowPlan(4, 8, 1, 2, few), Int4RowPlan(2, 8, 1, 2, few), Int4RowPlan(2, 1, 1, 1, few)]
+    if num_outputs >= MANY_OUTPUTS:
+        return [Int4RowPlan(4, 8, 4, 2, few), *plans]
+    return plans[1:] if num_inputs >= MANY_INPUTS else plans
 
 
 def _tensor_core_plans(num_rows: int, num_outputs: int, num_inputs: int) -> list[Plan]:

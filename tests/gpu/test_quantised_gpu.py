@@ -16,6 +16,7 @@ from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.kernels.products import quantised
 from tandem.kernels.products.fused_ops import add_rms_norm, silu_mul
 from tandem.kernels.products.matmul_plans import RingPlan, RowsPlan, StreamPlan
+from tandem.kernels.products.quantised_plans import Int4RowPlan
 from tandem.kernels.products.quantised_weight import QuantisedWeight, quantise_fp8, quantise_int4
 from tiny_models import random_prompt, tiny_model
 
@@ -64,13 +65,17 @@ def test_few_rows_are_products_with_the_weights_made_whole(kind: str, outputs: i
 
 @ON_HOPPER[1]
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_row_goes_by_whole_outputs(kind: str) -> None:
-    for outputs, inputs in ((4096, 4096), (4096, 14336)):
-        x, weight = torch.randn(1, inputs, device=CUDA).bfloat16(), weight_of(kind, outputs, inputs)
-        assert isinstance(quantised._plan(x, weight, silu=False), RowsPlan), "failed its trial"
-        assert isinstance(quantised._plan(x, weight, silu=True), RowsPlan), "failed its trial"
-        x[0, 5] = torch.nan
-        assert quantised.linear(x, weight).isnan().all()
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (4096, 14336), (16384, 2048), (1040, 1024)])
+def test_one_row_goes_by_whole_outputs(kind: str, outputs: int, inputs: int) -> None:
+    x, weight = torch.randn(1, inputs, device=CUDA).bfloat16(), weight_of(kind, outputs, inputs)
+    for silu in (False, True):
+        assert isinstance(quantised._plan(x, weight, silu=silu), RowsPlan | Int4RowPlan), "failed its trial"
+    product = functional.linear(x.float(), weight.dequantised(torch.float32))
+    bias = torch.randn(outputs, device=CUDA).bfloat16()
+    assert relative_error(quantised.linear(x, weight, bias), product + bias) < 5e-3
+    assert relative_error(quantised.linear(x, weight, silu=True), silu_mul(product, 8)) < 6e-3
+    x[0, 5] = torch.nan
+    assert quantised.linear(x, weight).isnan().all()
 
 
 @ON_HOPPER[1]

@@ -21,10 +21,11 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from tandem.kernels.products import matmul  # noqa: E402
 from tandem.kernels.products.matmul_plans import SHARED_BYTES, Plan, RingPlan, RowsPlan, StreamPlan, parse_table  # noqa: E402
-from tandem.kernels.products.quantised_plans import choose_hopper_plan  # noqa: E402
+from tandem.kernels.products.quantised_plans import Int4RowPlan, choose_hopper_plan  # noqa: E402
 from tandem.kernels.triton_kernels.products import matmul_launch  # noqa: E402
 from tandem.kernels.triton_kernels.products.matmul_ring import matmul_ring_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.products.matmul_rows import matmul_rows_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.products.matmul_rows_int4 import matmul_rows_int4_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.products.matmul_rows_scaled import matmul_rows_scaled_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.products.matmul_stream import matmul_stream_kernel  # noqa: E402
 
@@ -181,14 +182,25 @@ def test_shares_cover_all_units_and_who_finishes_knows_all_others(seed: int) -> 
         assert all(starts[p] > begin for p in parts[1:])
 
 
-@pytest.mark.parametrize(("bits", "instruction"), [(4, "dp4a"), (8, "e4m3")])
-def test_one_row_over_scaled_weights_compiles(bits: int, instruction: str) -> None:
-    plan = choose_hopper_plan(1, 4096, 4096, 128, bits)
+def test_one_row_over_scaled_weights_compiles() -> None:
+    plan = choose_hopper_plan(1, 4096, 4096, 128, 8)
     assert isinstance(plan, RowsPlan)
-    constants = matmul_launch.rows_scaled_constants(plan, 4096, 128, bits, silu=True)
-    types = {"x": "*i32", "weight": "*i32"} if bits == 4 else {"x": "*bf16", "weight": "*fp8e4nv"}
-    types |= {"scales": "*fp16", "zeros": "*fp16", "bias": "*bf16", "y": "*bf16"}
-    assert instruction in compile_kernel(matmul_rows_scaled_kernel, types, constants).asm["ptx"]
+    constants = matmul_launch.rows_scaled_constants(plan, 4096, 128, silu=True)
+    types = {"x": "*bf16", "weight": "*fp8e4nv", "scales": "*fp16", "bias": "*bf16", "y": "*bf16"}
+    assert "e4m3" in compile_kernel(matmul_rows_scaled_kernel, types, constants).asm["ptx"]
+
+
+@pytest.mark.parametrize(("inputs", "flags"), [(4096, {"silu": True}), (14336, {"has_bias": True})])
+def test_one_row_over_4_bits_compiles(inputs: int, flags: dict[str, bool]) -> None:
+    plan = choose_hopper_plan(1, 28672, inputs, 128, 4)
+    assert isinstance(plan, Int4RowPlan)
+    constants = matmul_launch.rows_int4_constants(plan, inputs, 128, **flags)
+    types = {"x": "*i32", "weight": "*i32", "scales": "*fp16", "zeros": "*fp16", "bias": "*bf16", "y": "*bf16"}
+    compiled = compile_kernel(matmul_rows_int4_kernel, types, constants)
+    before, _, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
+    assert before.count("ld.global") >= plan.outputs  # its first weights
+    assert after.count("dp4a") >= plan.outputs * inputs // 32 // 2  # four numbers of two bytes each
+    assert compiled.metadata.shared <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("plan", [RingPlan(128, 64, 128, 8, 1, 4), StreamPlan(64, 64, 256, 6, 4, 128, 2)])

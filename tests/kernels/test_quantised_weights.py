@@ -9,7 +9,7 @@ import torch
 
 from tandem.kernels.products.matmul import group_gate_up, linear, linear_silu_mul
 from tandem.kernels.products.matmul_plans import RowsPlan
-from tandem.kernels.products.quantised_plans import MOST_ROWS, choose_hopper_plan, choose_plan
+from tandem.kernels.products.quantised_plans import MOST_ROWS, Int4RowPlan, choose_hopper_plan, choose_plan
 from tandem.kernels.products.quantised_weight import FP8, QuantisedWeight, packed, quantise_fp8, quantise_int4, unpacked
 
 PLAIN = torch.randn(48, 256, generator=torch.Generator().manual_seed(1))
@@ -86,6 +86,6 @@ def test_plans_for_hopper_hold_their_kernels_assumptions(bits: int, group: int) 
         if plan is not None:
             served.add(num_rows)
             assert plan.is_valid(num_rows, *sizes)
-            assert isinstance(plan, RowsPlan) == (num_rows == 1)
+            assert isinstance(plan, RowsPlan | Int4RowPlan) == (num_rows == 1)
             assert getattr(plan, "fp8_steps", 1) > 0, "a plan of 16 bits"
     assert served == ({1, 2, 64, 65, 129, 256} if bits == 8 and not group else {1})

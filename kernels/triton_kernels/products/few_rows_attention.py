@@ -36,14 +36,14 @@ def load_heads(pointers, columns, mask, weight, cos, sin, eps, HALF: tl.constexp
 
 @triton.jit
 def attend_tile(query, keys, values, visible, scale, peak, total, accumulator):
-    """A step of the running softmax; `scale` includes log2(e), the accumulator is [D, M]."""
-    scores = tl.where(visible[:, None], dot(keys, tl.trans(query)) * scale, float("-inf"))  # [TILE, M]
-    new_peak = tl.maximum(peak, tl.max(scores, 0))
+    """A step of the running softmax; `scale` includes log2(e), the accumulator is [M, D]."""
+    scores = tl.where(visible[None, :], dot(query, tl.trans(keys)) * scale, float("-inf"))  # [M, TILE]
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # rows that saw no key yet: no inf - inf
-    weights = tl.exp2(scores - base[None, :])
+    weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(peak - base)
-    accumulator = accumulator * decay[None, :] + dot(tl.trans(values), weights.to(values.dtype))
-    return new_peak, total * decay + tl.sum(weights, 0), accumulator
+    accumulator = accumulator * decay[:, None] + dot(weights.to(values.dtype), values)
+    return new_peak, total * decay + tl.sum(weights, 1), accumulator
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def find_run(program, seq_lens, num_rows, programs, TILE: tl.constexpr, K: tl.co
     is_row = rows < num_rows
     lens = tl.load(seq_lens + rows, mask=is_row, other=0, cache_modifier=".cg")
     tiles = tl.where(is_row, tl.maximum((lens + TILE - 1) // TILE, 1), 0)  # an empty row's zeros are written, too
-    share = tl.maximum((tl.sum(tiles, 0) * K + programs - 1) // programs, 1)
+    share = find_share(tiles, num_rows, programs, K)
     runs = (tiles + share - 1) // share
     row = tl.sum((is_row & (tl.cumsum(runs, 0) * K <= program)).to(tl.int32), 0)
     before = tl.sum(tl.where(rows < row, runs, 0), 0) * K
@@ -62,6 +62,20 @@ def find_run(program, seq_lens, num_rows, programs, TILE: tl.constexpr, K: tl.co
     kv_head = (program - before) % K
     own_runs, seq_len = tl.sum(tl.where(mine, runs, 0), 0), tl.sum(tl.where(mine, lens, 0), 0)
     return row, kv_head, (program - before) // K, own_runs, share, seq_len, before + kv_head
+
+
+@triton.jit
+def find_share(tiles, num_rows, programs, K: tl.constexpr):
+    """Tiles of a run, as few as make no more runs than `programs`, so that none waits for another's end: tried with
+    less and less of the programs, since the last run of a head is short. With all of them where none of that fits."""
+    TRIES: tl.constexpr = 8
+    spared = (num_rows * K + TRIES - 2) // (TRIES - 1) * tl.arange(0, TRIES)  # at last one for each head
+    left = tl.maximum(programs - spared, 1)
+    shares = tl.maximum((tl.sum(tiles, 0) * K + left - 1) // left, 1)
+    runs = tl.sum((tiles[:, None] + shares[None, :] - 1) // shares[None, :], 0) * K
+    NONE: tl.constexpr = 1 << 30
+    share = tl.min(tl.where(runs <= programs, shares, NONE), 0)
+    return tl.where(share == NONE, tl.min(shares, 0), share)
 
 
 @triton.jit(
@@ -154,7 +168,7 @@ def few_rows_attention_kernel(
     score = tl.sum(first.to(tl.float32) * key.to(tl.float32) + second.to(tl.float32) * key_second.to(tl.float32), 1)
     peak = tl.where(has_new, score * scale, float("-inf"))
     total = tl.where(has_new, 1.0, tl.zeros([M_PAD], tl.float32))
-    accumulator = tl.where(has_new, value.to(tl.float32), 0.0)[:, None] + tl.zeros([HEAD_SIZE, M_PAD], tl.float32)
+    accumulator = tl.where(has_new, value.to(tl.float32), 0.0)[None, :] + tl.zeros([M_PAD, HEAD_SIZE], tl.float32)
     query = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), [M_PAD, HEAD_SIZE])
     peak, total, accumulator = attend_tile(query, keys, values, is_old, scale, peak, total, accumulator)
     if run * share < newest:
@@ -170,14 +184,14 @@ def few_rows_attention_kernel(
     head = row * NUM_KV_HEADS + kv_head
     out = output + head.to(tl.int64) * (GROUP * HEAD_SIZE)
     if runs == 1:
-        accumulator /= tl.where(total == 0.0, 1.0, total)[None, :]
-        tl.store(out + members[None, :] * HEAD_SIZE + columns[:, None], accumulator.to(dtype), mask=used[None, :])
+        accumulator /= tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + members[:, None] * HEAD_SIZE + columns[None, :], accumulator.to(dtype), mask=used[:, None])
     else:
         entries = program * GROUP + members
         tl.store(peaks + entries, peak, mask=used)
         tl.store(totals + entries, total, mask=used)
-        into = partial + entries.to(tl.int64)[None, :] * HEAD_SIZE + columns[:, None]
-        tl.store(into, accumulator, mask=used[None, :])
+        into = partial + entries.to(tl.int64)[:, None] * HEAD_SIZE + columns[None, :]
+        tl.store(into, accumulator, mask=used[:, None])
         tl.debug_barrier()  # every thread's part is stored before the program says so
         if tl.atomic_add(arrivals + head, 1, sem="acq_rel", scope="gpu") == runs - 1:
             tl.store(arrivals + head, 0)  # ready for the next launch

@@ -18,13 +18,12 @@ RUNS_AT_ONCE = 16  # that are loaded together when they are merged; a guess
 def attention_constants(
     num_kv_heads: int, group: int, head_size: int, block_size: int, *, has_norm: bool
 ) -> dict[str, Any]:
-    rows = next_power_of_2(group)
     return {
-        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "M_PAD": max(8, rows), "ROWS": rows,
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "M_PAD": 16, "ROWS": next_power_of_2(group),
         "CHUNK": RUNS_AT_ONCE, "HEAD_SIZE": head_size,
         "BLOCK_SIZE": block_size, "TILE": tile_of(block_size, LARGEST_TILE), "MOST_ROWS": MOST_ROWS,
         "HAS_NORM": has_norm,
-        "num_warps": 4, "num_stages": 3,
+        "num_warps": 4, "num_stages": 2,
     }  # fmt: skip
 
 

@@ -10,10 +10,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tandem.kernels.products.matmul_plans import MANY_STEPS, Plan, RingPlan, RowsPlan, StreamPlan
+from tandem.kernels.products.quantised_plans import Int4RowPlan
 from tandem.kernels.products.quantised_weight import QuantisedWeight
 from tandem.kernels.triton_kernels.common import next_power_of_2
 from tandem.kernels.triton_kernels.products.matmul_ring import matmul_ring_kernel
 from tandem.kernels.triton_kernels.products.matmul_rows import matmul_rows_kernel
+from tandem.kernels.triton_kernels.products.matmul_rows_int4 import matmul_rows_int4_kernel
 from tandem.kernels.triton_kernels.products.matmul_rows_scaled import matmul_rows_scaled_kernel
 from tandem.kernels.triton_kernels.products.matmul_stream import matmul_stream_kernel
 
@@ -131,27 +133,61 @@ def launch_rows_scaled(
 ) -> None:
     """out = x @ weight^T (+ bias, or gated) of one row in bf16; a warp has 512 bytes of an output's weights at once."""
     (num_outputs, num_inputs), scales = weight.shape, weight.scales
-    zeros, has_bias = scales if weight.zeros is None else weight.zeros, bias_N is not None
     assert plan.is_valid(1, num_outputs, num_inputs), f"{plan} for {weight.shape}"
-    assert plan.tile_k * weight.bits == 4096 * plan.warps, f"{plan} for {weight.bits} bits"
-    assert (len(x_MK), x_MK.dtype) == (1, torch.bfloat16), "one row in bf16"
-    assert scales.stride() == zeros.stride(), "scales and zeros lie differently"
-    assert scales.stride(0) % 8 == 0, "scales of groups must start at multiples of 8"
+    assert plan.tile_k == 512 * plan.warps, f"{plan} for 8 bits"
+    _check_one_row(x_MK, weight)
     matmul_rows_scaled_kernel[(num_outputs // plan.tile_n,)](
-        x_MK.view(torch.int32) if weight.bits == 4 else x_MK, weight.words, scales, zeros,
-        scales if bias_N is None else bias_N, out_MN, weight.values.stride(0) // 16, scales.stride(0) // 8,
-        launch_pdl=True,
-        **rows_scaled_constants(plan, num_inputs, weight.group, weight.bits, has_bias=has_bias, silu=silu),
+        x_MK, weight.values, scales, scales if bias_N is None else bias_N, out_MN, weight.values.stride(0) // 16,
+        scales.stride(0) // 8, launch_pdl=True,
+        **rows_scaled_constants(plan, num_inputs, weight.group, has_bias=bias_N is not None, silu=silu),
     )  # fmt: skip
 
 
 def rows_scaled_constants(
-    plan: RowsPlan, num_inputs: int, group: int, bits: int, *, has_bias: bool = False, silu: bool = False
+    plan: RowsPlan, num_inputs: int, group: int, *, has_bias: bool = False, silu: bool = False
 ) -> dict[str, Any]:
     return {
-        "TILE_N": plan.tile_n, "STEPS": num_inputs // plan.tile_k, "GROUP": group or num_inputs, "BITS": bits,
+        "TILE_N": plan.tile_n, "STEPS": num_inputs // plan.tile_k, "GROUP": group or num_inputs,
         "HAS_BIAS": has_bias, "SILU": silu, "num_warps": plan.warps,
     }  # fmt: skip
+
+
+def launch_rows_int4(
+    plan: Int4RowPlan,
+    x_MK: torch.Tensor,
+    weight: QuantisedWeight,
+    out_MN: torch.Tensor,
+    *,
+    bias_N: torch.Tensor | None,
+    silu: bool,
+) -> None:
+    """out = x @ weight^T (+ bias, or gated) of one row in bf16, over 4 bits."""
+    (num_outputs, num_inputs), scales, zeros = weight.shape, weight.scales, weight.zeros
+    assert plan.is_valid(1, num_outputs, num_inputs), f"{plan} for {weight.shape}"
+    assert zeros is not None, "numbers of 4 bits"
+    assert scales.stride() == zeros.stride(), "scales and zeros lie differently"
+    _check_one_row(x_MK, weight)
+    matmul_rows_int4_kernel[(num_outputs // (plan.tile_n * plan.tiles),)](
+        x_MK.view(torch.int32), weight.words, scales, zeros, scales if bias_N is None else bias_N, out_MN,
+        weight.values.stride(0) // 16, scales.stride(0) // 8, launch_pdl=True,
+        **rows_int4_constants(plan, num_inputs, weight.group, has_bias=bias_N is not None, silu=silu),
+    )  # fmt: skip
+
+
+def rows_int4_constants(
+    plan: Int4RowPlan, num_inputs: int, group: int, *, has_bias: bool = False, silu: bool = False
+) -> dict[str, Any]:
+    return {
+        "OUTPUTS": plan.outputs, "TILES": plan.tiles, "STEPS": num_inputs // 1024, "AHEAD": plan.ahead,
+        "GROUP": group or num_inputs,
+        "HAS_BIAS": has_bias, "SILU": silu, "num_warps": plan.warps,
+        **({"maxnreg": plan.registers} if plan.registers else {}),
+    }  # fmt: skip
+
+
+def _check_one_row(x_MK: torch.Tensor, weight: QuantisedWeight) -> None:
+    assert (len(x_MK), x_MK.dtype) == (1, torch.bfloat16), "one row in bf16"
+    assert weight.scales.stride(0) % 8 == 0, "scales of groups must start at multiples of 8"
 
 
 def _launch_stream(
