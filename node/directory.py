@@ -9,8 +9,8 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.directory.kept import KeptElsewhere
+from tandem.kv_connector.directory.kept_once import KeptOnce
 from tandem.kv_connector.directory.records import NodeRecord
-from tandem.kv_connector.directory.spare_blocks import SpareBlocks
 from tandem.node.tiers import NodeTiers
 
 if TYPE_CHECKING:
@@ -22,15 +22,16 @@ logger = logging.getLogger(__name__)
 def make_kept(options: NodeOptions, pool: BlockPool) -> KeptElsewhere | None:
     """Makes what knows which blocks peers keep; None where nothing is left to anybody."""
     leaves = options.cache.keep_kv_once and options.redis_url and pool.enable_caching
-    leaves = leaves and not pool.windows.num_each  # a peer may keep a block without its window blocks
     return KeptElsewhere() if leaves else None
 
 
-def make_spare_blocks(pool: BlockPool, kept: KeptElsewhere | None, tiers: NodeTiers | None) -> SpareBlocks | None:
-    """Makes what leaves blocks of the pool to peers, with a host tier or without one; None: nothing is left."""
+def make_kept_once(pool: BlockPool, kept: KeptElsewhere | None, tiers: NodeTiers | None) -> KeptOnce | None:
+    """Makes what leaves blocks to peers, with a host tier or without one; None: nothing is left."""
     if kept is None:
         return None
-    return SpareBlocks(pool, kept) if tiers is None else SpareBlocks(pool, kept, tiers.manager.is_only_way)
+    if tiers is None:
+        return KeptOnce(pool, kept)
+    return KeptOnce(pool, kept, tiers.manager.is_only_way, tiers.manager.is_whole_below)
 
 
 def make_publisher(

@@ -63,7 +63,7 @@ from tandem.node.control.events import ControlEvent, PeerLost
 from tandem.node.control.outgoing import Outgoing
 from tandem.node.control.plane import ControlPlane
 from tandem.node.control.sockets import ControlSockets, advertised
-from tandem.node.directory import make_kept, make_publisher, make_spare_blocks
+from tandem.node.directory import make_kept, make_kept_once, make_publisher
 from tandem.node.drafting.engine import make_drafting
 from tandem.node.loop import NodeLoop
 from tandem.node.pool import NodePool, allocate_node_pool, transports_of
@@ -141,7 +141,7 @@ class NodeProcess:
         memory = allocate_node_pool(self.loaded, num_blocks, self.transports, self.ranks)
         rate, post, kept = self._clock.prompt_rate, self._inbox.put, make_kept(options, self.pool)
         self.tiers = make_tiers(options, self.pool, memory, self.loaded, rate, post, kept)
-        self.spare = make_spare_blocks(self.pool, kept, self.tiers)
+        self.kept_once = make_kept_once(self.pool, kept, self.tiers)
         self.transports.register(memory.tensor, memory.layout, key, memory.ranks)
 
         sockets = ControlSockets(self.keys)
@@ -361,7 +361,7 @@ class NodeProcess:
             {} if self.media is None else self.media.outputs.counters,
             {} if self.publisher is None else self.publisher.counters(),
             {} if self.tiers is None else self.tiers.counters(),
-            {} if self.spare is None else self.spare.counters(),
+            {} if self.kept_once is None else self.kept_once.counters(),
             self._diary.turn_times.counters,
             {} if self.loaded.adapters is None else self.loaded.adapters.store.counters(),
         )
@@ -397,8 +397,8 @@ class NodeProcess:
         events = self.pool.drain_events()
         if self.tiers is not None:
             events += self.tiers.after_turn(events, is_idle=not self.logic.scheduler.state.has_work())
-        if self.spare is not None:
-            self.spare.on_turn()
+        if self.kept_once is not None:
+            events += self.kept_once.on_turn(events)
         if events and self.publisher is not None:
             self.publisher.publish(events)
 

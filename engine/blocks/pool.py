@@ -230,8 +230,7 @@ class BlockPool:
         if not self.enable_caching or self._hash_of[block_id] is not None:
             return False
         if (known := self._block_of.get(block_hash)) is not None:
-            is_better = self.windows.is_whole(block_id) and not self.windows.is_whole(known)
-            if is_better and not self._publication.awaits(block_hash):
+            if self.windows.is_better(block_id, known) and not self._publication.awaits(block_hash):
                 self._put_in_place_of(known, block_id, block_hash, NO_STEP if step is None else step)
             return False
         if not self._tree.add(block_hash, parent):
@@ -253,6 +252,7 @@ class BlockPool:
         else:
             self.num_hidden += 1
         self._publication.rewritten(block_hash, step)
+        self.windows.turn(block_hash)
 
     def _keep_to_quota(self, tenant: bytes) -> None:
         """A tenant beyond its share gives up its own blocks, those that nobody holds and that were used longest ago."""

@@ -23,6 +23,11 @@ class BlockWindow:
         return (self.num_tokens - 1 + 2 * row_tokens) // self.block_size + 2
 
     @property
+    def num_before(self) -> int:
+        """How many blocks before a block's end are read by a row that begins there, at most."""
+        return -(-(self.num_tokens - 1) // self.block_size)
+
+    @property
     def num_null_blocks(self) -> int:
         """How many blocks of the node's memory the pool lacks, since passed places of block tables point there."""
         return int(self != NO_WINDOW)

@@ -28,6 +28,7 @@ class WindowBlocks:
         self._needed_by = [0] * len(ref_counts)
         self._of: dict[int, tuple[int, ...]] = {}
         self._owner_of: dict[int, int] = {}
+        self._turned: dict[bytes, None] | None = None  # see `watch`
 
     # --- questions ------------------------------------------------------------------------------------------
 
@@ -41,6 +42,10 @@ class WindowBlocks:
 
     def is_whole(self, block_id: int) -> bool:
         return not self.num_each or block_id in self._of
+
+    def is_better(self, block_id: int, known: int) -> bool:
+        """Whether it is whole, and another one is not."""
+        return self.is_whole(block_id) and not self.is_whole(known)
 
     def most(self, num: int) -> int:
         """How many blocks with all their window blocks `num` blocks make at most."""
@@ -124,8 +129,19 @@ class WindowBlocks:
         if owner is not None:
             self._free.void(self._detach(owner))
 
+    def watch(self) -> dict[bytes, None]:
+        """Where hashes are noted from now on whose blocks get window blocks or lose them; for one caller, to empty."""
+        self._turned = {}
+        return self._turned
+
+    def turn(self, block_hash: bytes | None) -> None:
+        """Notes that what is found by this hash has become whole or bare."""
+        if self._turned is not None and block_hash is not None:
+            self._turned[block_hash] = None
+
     def _detach(self, block_id: int) -> tuple[int, ...]:
         taken = self._of.pop(block_id, ())
+        self.turn(self._hash_of[block_id])
         for each in taken:
             del self._owner_of[each]
         return taken

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+
+from tandem.kv_connector.directory.question import Question
 
 # How long what the directory said counts: nodes ask it once a second. A peer that ages a block out meanwhile had it
 # among those that it would reuse next.
@@ -23,30 +25,36 @@ class KeptElsewhere:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.soon: tuple[bytes, ...] = ()
-        self.colder: tuple[bytes, ...] = ()
+        self.soon, self.colder = Question(), Question()
         self.num_answers = 0
-        self._answer: tuple[float, frozenset[bytes]] = (-math.inf, frozenset())
+        self._answer: tuple[float, frozenset[bytes], frozenset[bytes]] = (-math.inf, frozenset(), frozenset())
 
     def __contains__(self, block_hash: bytes) -> bool:
-        read_at, held = self._answer
+        """Whether a peer keeps the block, perhaps without its window blocks."""
+        read_at, held, _ = self._answer
         return block_hash in held and self.clock() - read_at <= LEASE_S
+
+    def is_end(self, block_hash: bytes) -> bool:
+        """Whether a peer keeps the block and all that a row behind it sees: a request finds there what ends in it."""
+        return block_hash in self._answer[2] and block_hash in self
 
     @property
     def asked(self) -> tuple[bytes, ...]:
-        return (*self.soon, *self.colder)
+        return (*self.soon.hashes, *self.colder.hashes)
 
-    def ask(self, hashes: Sequence[bytes]) -> None:
+    def ask(self, question: Question) -> None:
         """Names the blocks that this node will give up next."""
-        self.soon = tuple(hashes)
+        self.soon = question
 
-    def ask_about_colder(self, hashes: Sequence[bytes]) -> None:
+    def ask_about_colder(self, question: Question) -> None:
         """Names blocks that this node would rather give up than others."""
-        self.colder = tuple(hashes)
+        self.colder = question
 
-    def answer(self, held: Iterable[bytes], read_at: float) -> None:
-        """Takes which of them peers to whom this node gives way held at `read_at`."""
-        self._answer = read_at, frozenset(held)
+    def answer(self, held: Iterable[bytes], read_at: float, ends: Iterable[bytes] | None = None) -> None:
+        """Takes which of them peers to whom this node gives way held at `read_at`, and which were ends there; None: all
+        were."""
+        known = frozenset(held)
+        self._answer = read_at, known, known if ends is None else frozenset(ends)
         self.num_answers += 1
 
 

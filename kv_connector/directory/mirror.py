@@ -159,7 +159,7 @@ class Mirror:
 
     def _change(self, view: _OwnerView, change: TierChange) -> None:
         tier = _TIER_INDEX.get(change.tier)
-        if tier is None:  # from a newer version: this router can't place by it
+        if tier is None:  # what nodes tell each other, or from a newer version: routers don't place by it
             return
         num_gone = self._holders.remove(view.column, tier, keys_of_joined(change.removed))
         view.num_entries -= num_gone

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.contracts.keys import NodeKey
-from tandem.kv_connector.directory.records import TIERS, Batch, TierChange, join_hashes
+from tandem.kv_connector.directory.records import PUBLISHED, TIERS, Batch, TierChange, join_hashes
 
 MAX_PENDING = 65_536  # events that wait for Redis before a whole republication is cheaper to keep; a guess
 BATCH_HASHES = 4_096  # hashes in one batch: 64 KiB on the wire; a guess
@@ -40,7 +40,7 @@ class OwnView:
         self.sequence = 0
         self.num_overflows = 0
         self._max_pending = max_pending
-        self._held: dict[str, dict[bytes, None]] = {tier: {} for tier in TIERS}
+        self._held: dict[str, dict[bytes, None]] = {tier: {} for tier in PUBLISHED}
         self._pending: list[BlockEvent] = []
         self._whole = True  # the next batch starts a whole publication
 
@@ -86,7 +86,7 @@ class OwnView:
         return [self._batch(_coalesce(chunk)) for chunk in _chunks(changes.events)]
 
     def num_held(self) -> int:
-        return sum(map(len, self._held.values()))
+        return sum(len(self._held[tier]) for tier in TIERS)
 
     def _whole_batches(self, held_by_tier: dict[str, list[bytes]]) -> Iterator[Batch]:
         yield self._batch((), reset=True)
@@ -125,7 +125,7 @@ def _coalesce(events: list[BlockEvent]) -> tuple[TierChange, ...]:
         last.pop((event.tier, event.block_hash), None)
         last[event.tier, event.block_hash] = event.stored
     changes = []
-    for tier in TIERS:
+    for tier in PUBLISHED:
         stored = [block_hash for (at, block_hash), held in last.items() if at == tier and held]
         removed = [block_hash for (at, block_hash), held in last.items() if at == tier and not held]
         if stored or removed:

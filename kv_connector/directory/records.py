@@ -3,6 +3,7 @@
 <ns>:nodes                    SET of node ids that ever took a lease (readers drop the stale ones)
 <ns>:{<id>}:node              msgpack NodeRecord, with a TTL: the node's lease
 <ns>:{<id>}:kv:<epoch>:<tier> SET of 16-byte block hashes, with the lease's TTL
+<ns>:{<id>}:kv:<epoch>:whole  SET of those that have their window blocks, on whatever tier
 <ns>:{<id>}:seq:<epoch>       sequence number of the newest Batch that the SETs contain, with the lease's TTL
 <ns>:events                   pub/sub channel of DirectoryEvent
 
@@ -23,6 +24,8 @@ from tandem.engine.contracts.wire.parts import Role
 
 HASH_BYTES = 16
 TIERS = ("gpu", "cpu", "disk")
+WHOLE = "whole"  # no tier: blocks that have their window blocks, on whatever tier (docs/kept_once.md)
+PUBLISHED = (*TIERS, WHOLE)
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +123,7 @@ class KeySpace:
         return f"{self.namespace}:{{{owner.node_id}}}:seq:{owner.epoch:016x}"
 
     def all_blocks(self, owner: NodeKey) -> list[str]:
-        return [self.blocks(owner, tier) for tier in TIERS]
+        return [self.blocks(owner, each) for each in PUBLISHED]
 
 
 def join_hashes(hashes: Sequence[bytes]) -> bytes:

@@ -97,7 +97,7 @@ class TierManager:
         found = self._found(hashes[len(known) :])
         first = len(known)
         if has_windows:
-            first, found = usable_load(self._pool, self._below, hashes, known, len(found), len(hits))
+            first, found = usable_load(self._pool, self.is_whole_below, hashes, known, len(found), len(hits))
             if any(map(self.promoter.is_moving, found)):
                 return None
         if not found:
@@ -166,11 +166,6 @@ class TierManager:
             found.append(block_hash)
         return found
 
-    def _below(self, block_hash: bytes) -> bool:
-        """Whether the host pool or the disk has the block with its window blocks."""
-        on_disk = self._disk is not None and self._disk.is_whole(block_hash) and block_hash not in self._host
-        return on_disk or self._host.is_whole(block_hash)
-
     def _num_worth(self, found: Sequence[bytes]) -> int:
         load_rate, fetch_rate = self.promoter.load_rate, self.promoter.fetch_rate
         load, fetch = load_rate.seconds, fetch_rate.seconds
@@ -181,8 +176,13 @@ class TierManager:
         return num
 
     def is_only_way(self, block_hash: bytes) -> bool:
-        """Whether the tiers have what is reached through this block, and not the block."""
+        """Whether the tiers have what is reached through this block, and not all of the block."""
         return self._write_back.is_only_way(block_hash)
+
+    def is_whole_below(self, block_hash: bytes) -> bool:
+        """Whether the host pool or the disk has the block with its window blocks."""
+        on_disk = self._disk is not None and self._disk.is_whole(block_hash) and block_hash not in self._host
+        return on_disk or self._host.is_whole(block_hash)
 
     # --- the loop -------------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from itertools import islice
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.kv_connector.directory.kept import KeptElsewhere
+from tandem.kv_connector.directory.question import is_whole_in, question_about
+from tandem.kv_connector.directory.spare_blocks import is_kept
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import JobDone, Save, Spill, TierJob
 from tandem.kv_connector.tiers.ways import WAY_SAVES, Ways
@@ -187,7 +189,10 @@ class WriteBack:
         on disk: otherwise blocks would go round for ever."""
         cold = self._pool.cold_end(min(SAVED_AHEAD, -(-self._host.capacity // 2)))
         if self._kept is not None:
-            self._kept.ask(self._pool.cold_end(ASKED_AHEAD))
+            soon = self._pool.cold_end(ASKED_AHEAD)
+            if self._pool.windows.num_each:  # `_is_left` leaves no others
+                soon = list(filter(self._pool.goes_first, soon))
+            self._kept.ask(question_about(self._pool, soon))
             is_idle = False  # what peers keep of it is not known yet
         chosen = list(islice(filter(self._lacks, cold), self._batch)) or self._ways.next(self._batch)
         kept: Container[bytes] = frozenset(cold) if chosen else ()  # otherwise they would displace each other for ever
@@ -239,13 +244,21 @@ class WriteBack:
             self.drop_from_disk(block_hash)
 
     def _is_left(self, block_hash: bytes) -> bool:
-        """Whether a peer surely keeps it, and nothing here could be reached through it alone."""
-        return self._kept is not None and block_hash in self._kept and not self.is_only_way(block_hash)
+        """Whether a peer surely keeps it, and nothing here could be reached through it alone. Window blocks may go long
+        before what is found through them: of blocks that have any, those are left that go first, with all behind
+        them."""
+        if self._kept is None or block_hash not in self._kept or self.is_only_way(block_hash):
+            return False
+        if not self._pool.windows.num_each or self._pool.find(block_hash) is None:
+            return True
+        return self._pool.goes_first(block_hash) and is_kept(self._kept, self._pool, block_hash)
 
     def is_only_way(self, block_hash: bytes) -> bool:
-        """Whether the tiers have what is reached through this block, and not the block."""
+        """Whether the tiers have what is reached through this block, and not the block, or not the window blocks that
+        the pool has of it."""
         leads_on = any(tier.has_children(block_hash) for tier in self._tiers)
-        return leads_on and not any(tier.is_ready(block_hash) for tier in self._tiers)
+        has_all = TierIndex.is_whole if is_whole_in(self._pool, block_hash) else TierIndex.is_ready
+        return leads_on and not any(has_all(tier, block_hash) for tier in self._tiers)
 
     def _spill(self, is_idle: bool) -> None:
         """Spills blocks of the host pool to disk, chosen in the same way."""

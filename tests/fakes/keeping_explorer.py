@@ -4,10 +4,11 @@ a node is computed once, however many states of the cluster it occurs in."""
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import ge
 
-from keeping_world import Event, Node, Setting
+from keeping_world import Event, Node, Setting, Told
 
 
 class BrokenError(AssertionError):
@@ -16,10 +17,11 @@ class BrokenError(AssertionError):
 
 @dataclass(frozen=True)
 class Report:
-    """What was visited: states, and those of single nodes."""
+    """What was visited: states, those of single nodes, and states in which a block is bare somewhere."""
 
     num_states: int
     num_lives: int
+    num_bare: int
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,10 @@ class _Look:
     """What the others have to know of a node's state."""
 
     events: tuple[Event, ...]
-    num_found: int
-    told: frozenset[bytes]
+    num_found: tuple[int, ...]
+    told: Told
     num_aged: int
+    has_bare: bool
 
 
 State = tuple[tuple[int, ...], int]  # nodes' states by number, and how many more requests may come
@@ -42,7 +45,7 @@ class _Search:
         self.looks: list[_Look] = []
         self._numbers: dict[tuple, int] = {}
         self._known: dict[tuple, int] = {}
-        first = tuple(self._number(Node(setting, *each)) for each in zip(setting.nodes, setting.cached, strict=True))
+        first = tuple(self._number(Node(setting, index)) for index in range(len(setting.nodes)))
         start = (first, setting.most_used)
         self._came_by: dict[State, tuple[State | None, int, Event]] = {start: (None, 0, ())}
         self._states: list[State] = [start]
@@ -54,12 +57,13 @@ class _Search:
                     self._came_by[after] = (state, index, event)
                     self._states.append(after)
                     assert len(self._states) <= most_states, f"more than {most_states} states: tighten the setting"
-        return Report(len(self._states), len(self._lives))
+        num_bare = sum(any(self.looks[each].has_bare for each in nodes) for nodes, _ in self._states)
+        return Report(len(self._states), len(self._lives), num_bare)
 
     def _successors(self, state: State) -> Iterator[tuple[int, Event, State]]:
         nodes, uses_left = state
         looks = [self.looks[each] for each in nodes]
-        num_found, num_aged = max(each.num_found for each in looks), sum(each.num_aged for each in looks)
+        num_found, num_aged = _most(looks), sum(each.num_aged for each in looks)
         for index, number in enumerate(nodes):
             for event in looks[index].events:
                 is_use = event[0] in ("use", "hold")
@@ -74,13 +78,13 @@ class _Search:
                     now = num_aged + self.looks[after].num_aged - looks[index].num_aged
                     if now > self.setting.most_aged:
                         continue
-                    left = max(self.looks[each].num_found for each in following)
-                    assert left >= num_found or now, "the last copy is lost, though none has aged"
+                    left = _most([self.looks[each] for each in following])
+                    assert now or all(map(ge, left, num_found)), "the last copy is lost, though none has aged"
                 except AssertionError as error:
                     raise BrokenError(f"{error}\n{self._way(state)}, {self._name(index, event)}") from error
                 yield index, event, (following, uses_left - is_use)
 
-    def _after(self, number: int, event: Event, told: tuple[frozenset[bytes], ...]) -> int:
+    def _after(self, number: int, event: Event, told: tuple[Told, ...]) -> int:
         key = (number, event, told)
         after = self._known.get(key)
         if after is None:
@@ -94,7 +98,9 @@ class _Search:
         if content not in self._numbers:
             self._numbers[content] = len(self._lives)
             self._lives.append(pickle.dumps(node))
-            self.looks.append(_Look(tuple(node.events()), node.num_found(), node.told(), len(node.aged)))
+            self.looks.append(
+                _Look(tuple(node.events()), node.num_found(), node.told(), len(node.aged), node.has_bare())
+            )
         return self._numbers[content]
 
     def _name(self, index: int, event: Event) -> str:
@@ -106,6 +112,11 @@ class _Search:
             state, index, event = self._came_by[state]
             events.append(self._name(index, event))
         return f"{self.setting.name}: " + ", ".join(reversed(events[:-1]))
+
+
+def _most(looks: Iterable[_Look]) -> tuple[int, ...]:
+    """How much each request finds on some node."""
+    return tuple(map(max, zip(*(each.num_found for each in looks), strict=True)))
 
 
 def explore(setting: Setting, most_states: int = 1_000_000) -> Report:

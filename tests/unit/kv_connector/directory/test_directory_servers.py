@@ -23,7 +23,7 @@ from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.process.process_log import RateLimited
 from tandem.kv_connector.directory.publisher import PublisherTimes, RedisPublisher
 from tandem.kv_connector.directory.reader import RedisDirectory
-from tandem.kv_connector.directory.records import TIERS, KeySpace, NodeRecord
+from tandem.kv_connector.directory.records import PUBLISHED, KeySpace, NodeRecord
 from tandem.kv_connector.directory.servers import parse_redis_url
 
 TIMES = PublisherTimes(heartbeat_s=0.2, lease_s=10.0, io_timeout_s=2.0)
@@ -97,7 +97,7 @@ def nodes_on_each_server(cluster: Cluster) -> list[str]:
 def test_all_keys_of_a_node_are_in_one_slot() -> None:
     keys, owner = KeySpace("prod"), NodeKey("decode-1", 5)
     own = [keys.node("decode-1"), keys.sequence(owner), *keys.all_blocks(owner)]
-    assert len(own) == 2 + len(TIERS)
+    assert len(own) == 2 + len(PUBLISHED)
     assert len({redis.crc.key_slot(key.encode()) for key in own}) == 1
     assert redis.crc.key_slot(keys.node("decode-2").encode()) != redis.crc.key_slot(own[0].encode())
 

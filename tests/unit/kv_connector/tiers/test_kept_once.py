@@ -10,9 +10,11 @@ from waiting import wait_until
 
 from redis_process import running_redis
 from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.blocks.window import BlockWindow
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.kv_connector.directory.kept import LEASE_S, KeptElsewhere, gives_way
 from tandem.kv_connector.directory.publisher import PublisherTimes, RedisPublisher
+from tandem.kv_connector.directory.question import Question
 from tandem.kv_connector.directory.records import NodeRecord
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.write_back import WriteBack
@@ -119,6 +121,21 @@ def test_a_block_is_kept_that_another_one_here_is_reached_through() -> None:
     assert node.host.has_children(A)
 
 
+def test_window_blocks_that_host_memory_lacks_are_kept_for_what_it_has_behind_them() -> None:
+    """Of the first block host memory has no window blocks, and the second was found by them."""
+    host, pool = TierIndex(4), BlockPool(6, enable_caching=True, window=BlockWindow(3, 1, 1))
+    back = WriteBack(pool, host, None, lambda event: None, 8, KeptElsewhere())
+    for block_hash, parent in ((A, None), (B, A)):
+        host.reserve(block_hash, parent)
+        host.commit(block_hash, block_hash == B)
+    [block_id] = pool.allocate(1) or []
+    pool.register(block_id, A)
+    pool.free([block_id], None)
+    assert back.is_only_way(A)
+    pool.windows.reuse(pool.windows.of(block_id)[0])
+    assert not back.is_only_way(A), "it is as bare there"
+
+
 def record(node_id: str, host: str = "127.0.0.1") -> NodeRecord:
     return NodeRecord(node_id=node_id, epoch=1, role="unified", control_address=f"tcp://{host}:1", identity_key=b"m")
 
@@ -136,7 +153,7 @@ def test_a_node_hears_from_redis_what_those_behind_it_hold() -> None:
                 node.publish([BlockEvent(A, True, "cpu"), BlockEvent(B, True)])
             nodes[1].publish([BlockEvent(C, True)])
             for each in kept.values():
-                each.ask((A, B, C, bytes(16)))
+                each.ask(Question((A, B, C, bytes(16))))
             wait_until(lambda: all(each in kept[first] for each in (A, B, C)), "an answer")
             assert bytes(16) not in kept[first]
             nodes[1].publish([BlockEvent(A, False, "cpu")])
