@@ -136,9 +136,9 @@ def times(words, even_upper, odd_upper, even_lower, odd_lower):
 
 @gluon.jit
 def in_integers(a, b, c, d):
-    """Of activations, whose pairs of inputs 0, 8, 16 and 24 onwards are a, b, c and d [B, 4]: bytes as `times` takes
-    them (the upper ones of words' even and odd numbers, then the lower ones), what 1 counts [B] and, in fp32, their
-    sums [B]. Number 4 p + 2 s + h of a word is that of input 16 s + 8 h + 2 t + p of its 32, t the word's place
+    """Activations as `times` takes them: the upper bytes of those that words' even and odd numbers are multiplied with,
+    then the lower ones; what 1 counts [B] and, in fp32, their sums [B]. Given are pairs [B, 4] of inputs from 0, 8, 16
+    and 24 on. Number 4 p + 2 s + h of a word is that of input 16 s + 8 h + 2 t + p of its 32, t the word's place
     (kernels/products/quantised_weight.py)."""
     peak = gl.maximum(gl.max(largest(a, b, c, d), 1), LEAST).to(gl.float32, bitcast=True)
     unit = peak * (1.0 / 32512.0)  # the upper byte of 32,639 is 127
