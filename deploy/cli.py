@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -42,6 +44,7 @@ from tandem.engine.process.descriptors import raise_descriptor_limit
 from tandem.engine.process.version import version
 
 EXIT_BAD_CONFIG = 2
+EXIT_SIGNAL = 128  # and the signal's number, as shells say it
 PRECEDENCE = (
     "Every option can also be given as TANDEM_<OPTION> in the environment, or in the YAML file of --config; the "
     "command line wins over the environment, the environment over the file."
@@ -61,15 +64,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     raise_descriptor_limit()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if given[:1] == ["config"] and given[1:] not in (["-h"], ["--help"]):
-            return show_config(given[1:])
-        parsed = make_parser().parse_args(given or ["--help"])
-        return parsed.run(parsed)
+        code = _run(given)
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         print(f"tandem: {error.message}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     except KeyboardInterrupt:
-        return 130
+        return EXIT_SIGNAL + signal.SIGINT
+    except BrokenPipeError:
+        if not _nobody_reads(sys.stdout.fileno()):
+            raise  # another pipe is meant
+        # What is left goes nowhere, or Python would complain when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_SIGNAL + signal.SIGPIPE
+
+
+def _run(given: list[str]) -> int:
+    if given[:1] == ["config"] and given[1:] not in (["-h"], ["--help"]):
+        return show_config(given[1:])
+    parsed = make_parser().parse_args(given or ["--help"])
+    run: Run = parsed.run
+    return run(parsed)
+
+
+def _nobody_reads(descriptor: int) -> bool:
+    """Whether it is a pipe whose other end was closed, as `head` does."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -155,6 +155,8 @@ def _check_options(options: NodeOptions, config: ModelShape, has_ranks: bool) ->
     speculates = read_speculative_config(options.scheduler.speculative_config) is not None
     if options.model.max_model_len > config.max_model_len:
         raise ConfigError(f"--max-model-len {options.model.max_model_len} is beyond the model's {config.max_model_len}")
+    if options.model.max_model_len == 1:
+        raise ConfigError("--max-model-len 1 has no room for an output: a prompt and its output take at least 2 tokens")
     if cache.block_size < 1 or cache.hash_block_size < 1 or cache.block_size % cache.hash_block_size:
         sizes = f"--block-size {cache.block_size} is no multiple of --hash-block-size {cache.hash_block_size}"
         raise ConfigError(f"{sizes}; change one of them")

@@ -53,6 +53,8 @@ def make_tiers(
     wants_disk = options.cache.disk_tier_bytes > 0
     if wants_disk and not options.cache.disk_tier_dir:
         raise ConfigError("--disk-tier-bytes without --disk-tier-dir: say where")
+    if options.cache.disk_tier_dir and not wants_disk:
+        raise ConfigError("--disk-tier-dir without --disk-tier-bytes: say how much of the disk is for it")
     if not pool.enable_caching:
         return None
     kind = Fp8Blocks if compresses(options, memory.tensor) else ExactBlocks

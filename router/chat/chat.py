@@ -23,7 +23,7 @@ from tandem.router.structured.answer import answer_of
 from tandem.router.structured.calls import ChatGrammar, Thinking
 from tandem.router.structured.parts import Part
 from tandem.router.structured.spelling import Spelling
-from tandem.router.text.completion import ModelFacts, tokenize_text
+from tandem.router.text.completion import ModelFacts, cut_side, tokenize_text
 from tandem.router.text.tokenizer import Tokenizer
 
 _LETTERS = string.ascii_letters + string.digits
@@ -132,7 +132,8 @@ class Chat:
             text = template.render_open(messages, variables)
         else:
             text = template.render(messages, variables)
-        token_ids = tokenize_text(text, self._tokenizer, facts, bool(body.add_special_tokens))
+        cut = cut_side(body) if isinstance(body, ChatBody) else None
+        token_ids = tokenize_text(text, self._tokenizer, facts, bool(body.add_special_tokens), cut)
         return ChatPrompt(text, token_ids) if media is None else ChatPrompt(text, *expanded(token_ids, media))
 
 

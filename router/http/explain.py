@@ -17,12 +17,17 @@ from tandem.router.requests.generation import Generation
 from tandem.router.requests.service import CompletionService
 
 PLACEMENT_HEADER = b"x-tandem-placement"
+MOST_PLACEMENTS = 8  # a guess: Python's clients take 100 headers of an answer, nginx 4 KiB of them
 
 
 def placement_headers(generations: Sequence[Generation]) -> list[tuple[bytes, bytes]]:
-    """One header for each prompt, which says where its first attempt went and why."""
+    """One header for each prompt, which says where its first attempt went and why; of many prompts one for each of the
+    first, and a last one that says how many more there are."""
     placed = [generation.placement for generation in generations if generation.placement is not None]
-    return [(PLACEMENT_HEADER, placement.explanation().encode("ascii", "replace")) for placement in placed]
+    told = [placement.explanation() for placement in placed[:MOST_PLACEMENTS]]
+    if len(placed) > len(told):
+        told.append(f"and {len(placed) - len(told)} more prompts")
+    return [(PLACEMENT_HEADER, text.encode("ascii", "replace")) for text in told]
 
 
 def add_explain_route(app: FastAPI, service: CompletionService, gate: Gate, limit: int) -> None:

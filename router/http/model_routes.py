@@ -93,7 +93,7 @@ def add_tokenizer_routes(app: FastAPI, service: CompletionService, gate: Gate, c
         def answer() -> Response:
             ids = _ids_of(service, chat, body, facts, media)
             strings = [service.tokenizer.token_string(i) for i in ids] if body.return_token_strs else None
-            count = {"count": len(ids), "max_model_len": facts.max_model_len}
+            count = {"count": len(ids), "max_model_len": facts.max_input_len}
             return json_answer({**count, "tokens": ids, "token_strs": strings})
 
         return await service.encoder.apart(len(raw), answer)

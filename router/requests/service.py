@@ -38,6 +38,7 @@ from tandem.router.text.completion import (
     banned_ids,
     check_model,
     check_task,
+    cut_side,
     encoder_plan,
     held_to,
     plan_prompts,
@@ -136,7 +137,8 @@ class CompletionService:
         facts = await self.awaited_facts(body.model)
         self.adapter_of(body.model, facts)
         check_task(facts, "generate")
-        prompt_ids = await self.encoder.encode(prompts, len(raw), facts, body.add_special_tokens is not False)
+        adds = body.add_special_tokens is not False
+        prompt_ids = await self.encoder.encode(prompts, len(raw), facts, adds, cut_side(body))
         items: tuple[MediaItem, ...] = ()
         if body.multi_modal_data:
             prompt_ids, items = await self._with_media(body, prompt_ids, facts)

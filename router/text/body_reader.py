@@ -40,6 +40,7 @@ REFUSED = {
     "repeat_penalty": "it is called `repetition_penalty`",
     "system": "it is one of `messages`",
     "best_of": "ask for `n` and choose",
+    "truncate_prompt_tokens": "what is embedded, scored or counted is taken whole; cut it yourself",
     "echo": "answers don't repeat the conversation; leave it out",
     "tools": "tools are called in conversations: use /v1/chat/completions",
     "tool_choice": "tools are called in conversations: use /v1/chat/completions",

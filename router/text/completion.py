@@ -19,7 +19,7 @@ from tandem.engine.contracts.wire.encoder import sequence_of
 from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.contracts.wire.parts import AdapterRef, EncoderFacts, Task
 from tandem.router.text.encoder_prompts import check_is_text, text_input, with_bans
-from tandem.router.text.openai_api import CompletionBody, Prompts, parse_logit_bias, parse_seed
+from tandem.router.text.openai_api import CompletionBody, GenerationBody, Prompts, Side, parse_logit_bias, parse_seed
 from tandem.router.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -119,25 +119,40 @@ def check_task(facts: ModelFacts, wanted: Task) -> None:
 
 
 def tokenize_prompts(
-    prompts: Prompts, tokenizer: Tokenizer, facts: ModelFacts, add_special_tokens: bool = True
+    prompts: Prompts,
+    tokenizer: Tokenizer,
+    facts: ModelFacts,
+    add_special_tokens: bool = True,
+    cut: Side | None = None,
 ) -> list[list[int]]:
-    """The token ids of each prompt. Raises InvalidRequestError when a text's beginning alone is far too long."""
+    """The token ids of each prompt, as `tokenize_text` makes them."""
     return [
-        tokenize_text(prompt, tokenizer, facts, add_special_tokens) if isinstance(prompt, str) else prompt
+        tokenize_text(prompt, tokenizer, facts, add_special_tokens, cut) if isinstance(prompt, str) else prompt
         for prompt in prompts
     ]
 
 
-def tokenize_text(text: str, tokenizer: Tokenizer, facts: ModelFacts, add_special_tokens: bool) -> list[int]:
+def tokenize_text(
+    text: str, tokenizer: Tokenizer, facts: ModelFacts, add_special_tokens: bool, cut: Side | None = None
+) -> list[int]:
+    """The token ids of a text; of one that is far too long and will be cut at a side, those of its other side alone.
+    Raises InvalidRequestError when nothing will be cut and the text's beginning alone is far too long."""
     limit = CHARS_PER_TOKEN * facts.max_model_len
-    # Twice the length: cutting a text may change its last tokens, but never so many.
-    if len(text) > limit and len(tokenizer.encode(text[:limit])) > 2 * facts.max_model_len:
-        raise InvalidRequestError(
-            f"the prompt has more than {2 * facts.max_model_len} tokens; the model takes {facts.max_model_len} in all, "
-            "output included",
-            param="prompt",
-        )
+    if len(text) > limit:
+        token_ids = tokenizer.encode(text[-limit:] if cut == "left" else text[:limit], add_special_tokens)
+        # Twice the length: cutting a text may change the tokens beside the cut, but never so many.
+        if len(token_ids) > 2 * facts.max_model_len:
+            if cut is not None:
+                return token_ids
+            most, output = facts.max_input_len, " in all, output included" if facts.task == "generate" else ""
+            problem = f"the prompt has more than {2 * facts.max_model_len} tokens; the model takes {most}{output}"
+            raise InvalidRequestError(problem, param="prompt")
     return tokenizer.encode(text, add_special_tokens)
+
+
+def cut_side(body: GenerationBody) -> Side | None:
+    """The side at which `truncate_prompt_tokens` cuts long prompts; None: it cuts none."""
+    return None if body.truncate_prompt_tokens is None else body.truncation_side or "left"
 
 
 def check_text(text: str, facts: ModelFacts) -> None:

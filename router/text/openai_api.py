@@ -39,6 +39,7 @@ Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
 Url = Annotated[str, Meta(min_length=1)]
+Side = Literal["left", "right"]
 Stops = Annotated[list[Stop], Meta(max_length=MAX_STOPS)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
@@ -100,7 +101,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool | None = None  # false: they are part of the text
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None  # how many stay; -1: as many as fit
-    truncation_side: Literal["left", "right"] | None = None  # where those that don't stay are left out; left
+    truncation_side: Side | None = None  # where those that don't stay are left out; left
     # "token_id:7" in place of log-probabilities' texts, or "token_id:7:text"
     return_tokens_as_token_ids: bool | Literal["with_text"] | None = None
     request_id: Annotated[str, Meta(pattern="^[!-~]{1,256}$")] | None = None  # part of the answer's id

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from tandem.router.text.completion import CHARS_PER_TOKEN, ModelFacts, tokenize_prompts
-from tandem.router.text.openai_api import Prompts
+from tandem.router.text.openai_api import Prompts, Side
 from tandem.router.text.tokenizer import Tokenizer
 
 SHORT_BYTES = 8192  # up to this a thread costs more than it saves; a guess
@@ -25,14 +25,20 @@ class PromptEncoder:
         self._slots, self._large_slot = asyncio.Semaphore(MAX_THREADS), asyncio.Semaphore(1)
 
     async def encode(
-        self, prompts: Prompts, num_bytes: int, facts: ModelFacts, add_special_tokens: bool = True
+        self,
+        prompts: Prompts,
+        num_bytes: int,
+        facts: ModelFacts,
+        add_special_tokens: bool = True,
+        cut: Side | None = None,
     ) -> list[list[int]]:
         """The token ids of each prompt. `num_bytes`: the length of the body that held them. Raises InvalidRequestError
         as `tokenize_prompts` does."""
         size = 0
         if isinstance(prompts[0], str):  # of a text that is far too long only this much is tokenized
             size = min(num_bytes, len(prompts) * CHARS_PER_TOKEN * facts.max_model_len)
-        return await self.apart(size, lambda: tokenize_prompts(prompts, self._tokenizer, facts, add_special_tokens))
+        adds = add_special_tokens
+        return await self.apart(size, lambda: tokenize_prompts(prompts, self._tokenizer, facts, adds, cut))
 
     async def apart(self, num_bytes: int, function: Callable[[], Result]) -> Result:
         """Runs `function` here when `num_bytes` is small, else on a thread."""

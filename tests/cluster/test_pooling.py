@@ -146,6 +146,7 @@ def test_what_a_model_does_not_do_is_refused_by_its_kind(tmp_path: Path) -> None
             ({"input": [99]}, "input"),
             ({"input": "a", "dimensions": 33}, "dimensions"),
             ({"input": "a", "dimensions": 0}, "dimensions"),
+            ({"input": "a fox", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
         ]
         for body, field in refused:
             answer = router.client.post("/v1/embeddings", json=body)
@@ -153,6 +154,9 @@ def test_what_a_model_does_not_do_is_refused_by_its_kind(tmp_path: Path) -> None
         assert router.client.post("/v1/embeddings", json={"input": "fox " * 46}).status_code == 200
         [card] = router.client.get("/v1/models").json()["data"]
         assert (card["max_model_len"], card["task"]) == (48, "embed")
+        assert router.client.post("/tokenize", json={"prompt": "a"}).json()["max_model_len"] == 48
+        far_too_long = router.client.post("/v1/embeddings", json={"input": "fox " * 999}).json()["error"]["message"]
+        assert far_too_long.endswith("the model takes 48"), "there is no output to be included"
         with LLM(url=router.url) as llm, pytest.raises(errors.InvalidRequestError, match="makes embeddings"):
             llm.generate("a", use_tqdm=False)
 

@@ -58,6 +58,8 @@ def test_the_length_follows_the_pool() -> None:
     assert length(4, asked=64) == 64
     with pytest.raises(ConfigError, match="lower it to 48 or less"):
         length(3, asked=49)
+    with pytest.raises(ConfigError, match="--max-model-len 1 has no room for an output"):
+        length(4, asked=1)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(8, 4), pytest.param(4, 8, marks=pytest.mark.slow)])

@@ -21,7 +21,9 @@ def extreme_steps(
     longest = min(max_chunk, max_model_len)
     full, rest = divmod(max_num_tokens, longest)
     # A single token would count as a decode row, and those come first.
-    yield [ScheduledRow(0, 0, length) for length in (*[longest] * full, rest) if length > 1]
+    prompts = [ScheduledRow(0, 0, length) for length in (*[longest] * full, rest) if length > 1]
+    if prompts:  # else every step is of single tokens
+        yield prompts
     yield [ScheduledRow(0, 0, 1)] * max_decode_rows
     length = min(max_num_tokens - 1, max_chunk, max_model_len - 1)
     if length > 1:

@@ -40,7 +40,8 @@ def test_nothing_to_keep_needs_no_tier() -> None:
 
 
 @pytest.mark.parametrize(("asked", "remedy"), [
-    ({"disk_tier_bytes": 1 << 20}, "disk-tier-dir"),
+    ({"disk_tier_bytes": 1 << 20}, "disk-tier-dir: say where"),
+    ({"disk_tier_dir": "/tmp"}, "disk-tier-bytes: say how much"),
     ({"disk_tier_bytes": 1 << 20, "disk_tier_dir": "/tmp", "host_tier_bytes": 0}, "raise --host-tier-bytes"),
 ])  # fmt: skip
 def test_a_disk_that_blocks_cannot_reach_is_refused(asked: dict, remedy: str) -> None:

@@ -156,6 +156,14 @@ def test_warm_up_has_every_number_of_wanted_tokens_that_has_a_kernel() -> None:
     assert [len(rows) for rows in extreme_steps(512, 512, 512, 48, every_size=True)] == [*plain, 2, 4, 8, 16, 32]
 
 
+@pytest.mark.parametrize(("max_num_tokens", "max_chunk"), [(1, 1), (4, 1)])
+def test_warm_up_of_steps_of_single_tokens_has_no_prompts(max_num_tokens: int, max_chunk: int) -> None:
+    steps = list(extreme_steps(max_num_tokens, max_chunk, 512, max_num_tokens))
+    assert steps
+    assert all(row.num_tokens == 1 for rows in steps for row in rows)
+    assert all(steps), "a step without rows can't be computed"
+
+
 class TestDecodeBatch:
     def test_padded_buffers_give_the_logits_of_a_step_built_anew(self) -> None:
         runner = make_runner(tiny_model("llama"))

@@ -67,6 +67,16 @@ def test_a_prompt_of_two_has_two_headers(router: RouterInThread) -> None:
     assert len(response.headers.get_list("x-tandem-placement")) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_many_prompts_have_no_more_headers_than_clients_take(router: RouterInThread, stream: bool) -> None:
+    body = {"prompt": ["a fox"] * 120, "max_tokens": 1, "stream": stream}
+    response = router.client.post("/v1/completions", json=body)
+    *told, rest = response.headers.get_list("x-tandem-placement")
+    assert len(told) == 8
+    assert all("by=round_robin" in text for text in told)
+    assert rest == "and 112 more prompts"
+
+
 def test_explain_places_nothing(router: RouterInThread, nodes: list[StandInNode]) -> None:
     before = sum(len(node.submits) for node in nodes)
     answer = router.client.post("/explain", json={"prompt": "the quick brown fox", "max_tokens": 4}).json()

@@ -125,6 +125,21 @@ def test_prompts_are_cut_at_their_beginning_or_end(
     assert chat["usage"]["prompt_tokens"] == 3
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_text_far_beyond_the_model_is_cut_as_well(router: RouterInThread, tokenizer: Tokenizer, side: str) -> None:
+    long = " ".join(f"{PROMPT} {number}" for number in range(9999))
+    ids = tokenizer.encode(long)
+    cut = {"truncate_prompt_tokens": 5, "truncation_side": side, "return_token_ids": True}
+    answer = complete(router, prompt=long, **cut)
+    expected = ids[:5] if side == "right" else [ids[0], *ids[-4:]]
+    assert answer["choices"][0]["prompt_token_ids"] == expected
+    said = [{"role": "user", "content": long}]
+    chat = complete(router, "/v1/chat/completions", messages=said, **cut)
+    assert chat["usage"]["prompt_tokens"] == 5
+    refused = router.client.post("/v1/completions", json={"prompt": long, "max_tokens": 1})
+    assert "the prompt has more than" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_tokens_named_by_their_ids(router: RouterInThread, tokenizer: Tokenizer, path: str) -> None:
     is_chat = "chat" in path
