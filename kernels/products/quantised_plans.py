@@ -139,11 +139,13 @@ def choose_hopper_plan(
 
 
 def _int4_plans(num_outputs: int, num_inputs: int) -> list[Int4RowPlan]:
+    """The plans that were measured (docs/measurements.md#one-row-over-4-bits), then those that fit more sizes."""
     few = FEW_REGISTERS
-    plans = [Int4RowPlan(4, 8, 1, 2, few), Int4RowPlan(2, 8, 1, 2, few), Int4RowPlan(2, 1, 1, 1, few)]
-    if num_outputs >= MANY_OUTPUTS:
-        return [Int4RowPlan(4, 8, 4, 2, few), *plans]
-    return plans[1:] if num_inputs >= MANY_INPUTS else plans
+    small = [Int4RowPlan(2, 8, 1, 2, few), Int4RowPlan(2, 8, 1, 1, few), Int4RowPlan(4, 1, 1, 1, few)]
+    if num_inputs >= MANY_INPUTS and num_outputs < MANY_OUTPUTS:
+        return small
+    plans = [Int4RowPlan(4, 8, 1, 2, few), *small]
+    return [Int4RowPlan(4, 8, 4, 2, few), *plans] if num_outputs >= MANY_OUTPUTS else plans
 
 
 def _tensor_core_plans(num_rows: int, num_outputs: int, num_inputs: int) -> list[Plan]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem.kernels.products.matmul import group_gate_up, linear, linear_silu_mul
-from tandem.kernels.products.matmul_plans import RowsPlan
+from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, RowsPlan
 from tandem.kernels.products.quantised_plans import MOST_ROWS, Int4RowPlan, choose_hopper_plan, choose_plan
 from tandem.kernels.products.quantised_weight import FP8, QuantisedWeight, packed, quantise_fp8, quantise_int4, unpacked
 
@@ -80,7 +80,10 @@ def test_plans_cover_the_product(sizes: tuple[int, int], bits: int) -> None:
 
 @pytest.mark.parametrize(("bits", "group"), [(8, 0), (8, 128), (4, 128)])
 def test_plans_for_hopper_hold_their_kernels_assumptions(bits: int, group: int) -> None:
-    served, all_sizes = set(), [(28672, 4096), (4096, 14336), (1024, 8192), (5120, 17408), (2048, 11008), (64, 96)]
+    served, all_sizes = (
+        set(),
+        [(28672, 4096), (4096, 14336), (1024, 8192), (5120, 17408), (1040, 1024), (2048, 11008), (64, 96)],
+    )
     for num_rows, sizes in itertools.product((0, 1, 2, 64, 65, 129, 256, 257), all_sizes):
         plan = choose_hopper_plan(num_rows, *sizes, group, bits)
         if plan is not None:
@@ -88,4 +91,5 @@ def test_plans_for_hopper_hold_their_kernels_assumptions(bits: int, group: int) 
             assert plan.is_valid(num_rows, *sizes)
             assert isinstance(plan, RowsPlan | Int4RowPlan) == (num_rows == 1)
             assert getattr(plan, "fp8_steps", 1) > 0, "a plan of 16 bits"
+            assert 4 * plan.tile_n % (2 * GATE_UP_GROUP) == 0, "it is tried on so many outputs, gate and up by turns"
     assert served == ({1, 2, 64, 65, 129, 256} if bits == 8 and not group else {1})
