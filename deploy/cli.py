@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
 import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.deploy.command_line.closed_output import nobody_reads
 from tandem.deploy.command_line.command_parser import CommandParser
 from tandem.deploy.command_line.flags import add_flags, add_foreign_flags
 from tandem.deploy.command_line.foreign_names import BENCH_WITHOUT_COUNTERPART, WITHOUT_COUNTERPART
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_SIGNAL + signal.SIGINT
     except BrokenPipeError:
-        if not _nobody_reads(sys.stdout.fileno()):
+        if not nobody_reads(sys.stdout.fileno()):
             raise  # another pipe is meant
         # What is left goes nowhere, or Python would complain when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -86,13 +86,6 @@ def _run(given: list[str]) -> int:
     parsed = make_parser().parse_args(given or ["--help"])
     run: Run = parsed.run
     return run(parsed)
-
-
-def _nobody_reads(descriptor: int) -> bool:
-    """Whether it is a pipe whose other end was closed, as `head` does."""
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -117,7 +117,7 @@ NODE_OPTIONS = options_of(
 ROUTER_OPTIONS = options_of(
     ModelOptions, LoraOptions, Timeouts, WebOptions, MediaOptions, RouterOptions, positional="model"
 )
-_PER_PROCESS = ("node_id", "device_index", "ready_fd", "nodes", "data_parallel_rank")
+_PER_PROCESS = ("node_id", "device_index", "ready_fd", "nodes", "data_parallel_rank", "leaning")
 SERVE_OPTIONS = {
     **options_of(ModelOptions, ClusterOptions, positional="model"),
     **{name: option for name, option in {**NODE_OPTIONS, **ROUTER_OPTIONS}.items() if name not in _PER_PROCESS},

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from tandem.deploy.bench.sse_client import HttpError, model_to_ask, stream_events
+from tandem.deploy.command_line.closed_output import nobody_reads
 
 HELP = "/clear forgets what was said, /exit or Ctrl-D leaves; Ctrl-C ends an answer; a line that ends with \\ goes on"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -100,6 +101,8 @@ class Talk:
         except KeyboardInterrupt:
             print(_dimmed(" (stopped)"))
         except (OSError, HttpError, ValueError, EOFError) as error:
+            if isinstance(error, BrokenPipeError) and nobody_reads(sys.stdout.fileno()):
+                raise  # what broke is no connection: no answer is wanted any more
             print(f"tandem: {error}", file=sys.stderr)
             return False
         self.remember(text, "".join(parts))

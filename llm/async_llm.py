@@ -271,7 +271,8 @@ class AsyncLLM:
 def _empty_output(request_id: str, prompt: PromptInput, sampling_params: SamplingParams) -> RequestOutput:
     request_id = request_id or secrets.token_hex(8)
     given = read_prompt(prompt)
-    samples = [CompletionOutput(index) for index in range(sampling_params.n)]
+    rivals = sampling_params.logprobs or 0
+    samples = [CompletionOutput(index, num_rivals=rivals) for index in range(sampling_params.n)]
     if isinstance(given, str):
         return RequestOutput(request_id, given, [], samples)
     return RequestOutput(request_id, None, given, samples)

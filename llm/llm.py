@@ -125,7 +125,7 @@ class LLM:
 
     def submit(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Future[RequestOutput]:
         """One request as a future; cancelling it ends the request."""
-        return asyncio.run_coroutine_threadsafe(self._llm.complete(prompt, sampling_params), self._loop)
+        return self._begin(self._llm.complete(prompt, sampling_params))
 
     def _all(
         self,
@@ -139,8 +139,14 @@ class LLM:
             raise ValueError(f"{len(params)} sampling parameters for {len(given)} prompts: give one, or one each")
         return self._wait(_gather([partial(ask, *request) for request in zip(given, params, strict=True)], use_tqdm))
 
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("this LLM is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._begin(work)
         try:
             return future.result()
         finally:

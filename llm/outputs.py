@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's log-probability. `rank`: 1 for the likeliest at its place; None: below all that were asked for."""
+    """A token's log-probability. `rank`: 1 for the likeliest at its place; None: not among those asked for."""
 
     logprob: float
     rank: int | None
@@ -36,6 +36,7 @@ class CompletionOutput:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     score: float | None = None  # of an output that beams found
     sum_logprobs: float | None = None
+    num_rivals: int = field(default=0, repr=False, compare=False)  # of which log-probabilities were asked for
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -57,7 +58,7 @@ class CompletionOutput:
         self.sum_logprobs = choice.get("cumulative_logprob", self.sum_logprobs)
         if (logprobs := choice.get("logprobs")) is not None:
             rows = logprobs["top_logprobs"] if "top_logprobs" in logprobs else _rows_of_chat(logprobs)
-            self.logprobs = [*(self.logprobs or ()), *map(_by_id, rows)]
+            self.logprobs = [*(self.logprobs or ()), *(_by_id(row, self.num_rivals) for row in rows)]
 
     def _add_message(self, said: Mapping[str, Any]) -> None:
         self.text += said.get("content") or ""
@@ -79,11 +80,12 @@ def _rows_of_chat(logprobs: Mapping[str, Any]) -> list[dict[str, float]]:
     return [{top["token"]: top["logprob"] for top in (entry, *entry["top_logprobs"])} for entry in entries]
 
 
-def _by_id(row: Mapping[str, float]) -> dict[int, Logprob]:
-    """Log-probabilities of a token and its rivals by their ids, which are read from keys like "token_id:7:text"."""
+def _by_id(row: Mapping[str, float], num_rivals: int) -> dict[int, Logprob]:
+    """Log-probabilities of a token and its rivals by their ids, which are read from keys like "token_id:7:text". A
+    token that is one of the `num_rivals` likeliest stands in the row once."""
     by_rank = sorted(row, key=lambda name: -row[name])
     ranks: dict[str, int | None] = {name: rank for rank, name in enumerate(by_rank, 1)}
-    if len(row) > 1 and next(iter(row)) == by_rank[-1]:
+    if len(row) > num_rivals and next(iter(row)) == by_rank[-1]:
         ranks[by_rank[-1]] = None  # it may be far below
     found = {}
     for name, logprob in row.items():

@@ -152,6 +152,10 @@ def load(
 def _check_options(options: NodeOptions, config: ModelShape, has_ranks: bool) -> None:
     """Raises ConfigError for options that contradict each other, or that the model can't be served with."""
     cache, architecture = options.cache, config.architecture
+    if options.leaning and options.role != "unified":
+        raise ConfigError("--leaning is for nodes that do all work: leave it out, or start `tandem unified`")
+    if options.leaning and not has_deadlines(options):
+        logger.warning("--leaning does nothing without --tpot-target-ms (docs/leanings.md)")
     speculates = read_speculative_config(options.scheduler.speculative_config) is not None
     if options.model.max_model_len > config.max_model_len:
         raise ConfigError(f"--max-model-len {options.model.max_model_len} is beyond the model's {config.max_model_len}")

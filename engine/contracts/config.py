@@ -3,7 +3,8 @@
 Precedence: command line, then environment (`TANDEM_<FIELD>`), then the YAML file, then the default here. Unknown
 keys are errors that name the key; nothing mutates a config after it was built. A field's annotation says all that users
 are told of it: its bounds, which hold for what they give (classes that are built by code are not checked), and its
-help. Default numbers are guesses, unless one names a measurement.
+help. What would do nothing without another option of the class is refused by its `__post_init__`. Default numbers are
+guesses, unless one names a measurement.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from msgspec import Meta
+
+from tandem.engine.contracts.errors import ConfigError
 
 MOST_DRAFTS = 16  # tokens guessed ahead of one sequence; a guess: more are hardly ever right together
 Device = Literal["auto", "cpu", "cuda"]
@@ -276,6 +279,14 @@ class WebOptions:
         Count, "whole answers from this size on are compressed for clients that take gzip; 0: never. Streams never are"
     ] = 0
 
+    def __post_init__(self) -> None:
+        of_pages = self.allow_credentials, self.allowed_methods != ("*",), self.allowed_headers != ("*",)
+        if any(of_pages) and not self.allowed_origins:
+            raise ConfigError(
+                "--allow-credentials, --allowed-methods and --allowed-headers are for pages of --allowed-origins: "
+                "name these, too"
+            )
+
 
 @dataclass(frozen=True)
 class MediaOptions:
@@ -381,3 +392,7 @@ class RouterOptions:
     log_level: LeastLogged = "info"
     log_format: HowLogged = "auto"
     ready_fd: ReadyFd = -1
+
+    def __post_init__(self) -> None:
+        if self.log_prompt_chars and not self.enable_log_requests:
+            raise ConfigError("--log-prompt-chars adds to the lines of --enable-log-requests: give that, too")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -106,12 +106,13 @@ def _sentence_transformers(folder: Path) -> _Said | None:
     kinds = [str(part.get("type", "")).removeprefix(PARTS) for part in parts]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise CheckpointError(f"{modules}: {', '.join(kinds)} can't be served; Transformer, Pooling, Normalize can")
-    said = read_json_object(folder / str(parts[1].get("path", "")) / "config.json") or {}
+    file = folder / str(parts[1].get("path", "")) / "config.json"
+    said = read_json_object(file) or {}
     limits = read_json_object(folder / str(parts[0].get("path", "")) / "sentence_bert_config.json") or {}
-    return _mode(said, folder), len(kinds) == 3, int(limits.get("max_seq_length") or 0)
+    return _mode(said, file), len(kinds) == 3, int(limits.get("max_seq_length") or 0)
 
 
-def _mode(said: dict[str, Any], folder: Path) -> Pooling:
+def _mode(said: dict[str, Any], file: Path) -> Pooling:
     names: dict[str, Pooling] = {
         "pooling_mode_cls_token": "cls",
         "pooling_mode_mean_tokens": "mean",
@@ -123,5 +124,6 @@ def _mode(said: dict[str, Any], folder: Path) -> Pooling:
         asked = [mode]
         names = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "lasttoken"}
     if len(asked) != 1 or asked[0] not in names:
-        raise CheckpointError(f"{folder}: pooling by {' and '.join(asked) or 'nothing'} can't be served")
+        way, served = " and ".join(asked) or "nothing", ", ".join(get_args(Pooling))
+        raise CheckpointError(f"{file}: pooling by {way} can't be served; have it say one of {served}")
     return names[asked[0]]

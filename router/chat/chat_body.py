@@ -110,7 +110,7 @@ def check_chat(body: ChatBody) -> None:
     """Raises InvalidRequestError for what isn't built, and for fields that contradict each other."""
     if set(body.modalities or ()) - {"text"}:
         _bad("modalities", "modalities may be text alone: this server makes nothing else")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         _bad("top_logprobs", "top_logprobs is only allowed when logprobs is true")
     _check_tool_choice(body)
     check_opening(body)

@@ -97,7 +97,7 @@ def plain_text(content: Any, place: str, first: int = 0) -> str:
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else part
         if (kind is not None and kind not in TEXT_PARTS) or not isinstance(text, str):
             where = part.place if isinstance(part, PlacedPart) else f"{place}[{i}]"
-            _bad("messages", f"{where} is of the type {str(kind)[:64]!r}: this model takes text alone")
+            _bad("messages", f"{where} is of the type {str(kind)[:64]!r}: what stands here takes text alone")
         texts.append(text)
     return "\n".join(texts)
 

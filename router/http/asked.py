@@ -14,7 +14,7 @@ from tandem.router.http.chat_responses import ChatFormat
 from tandem.router.http.http_io import JSON
 from tandem.router.http.responses import AnswerFormat, CompletionFormat
 from tandem.router.requests.service import CompletionService
-from tandem.router.responses.body import parse_responses, renamed
+from tandem.router.responses.body import parse_responses
 from tandem.router.responses.format import ResponsesAnswer, ResponsesFormat
 from tandem.router.text.completion import PromptPlan, check_task, held_to
 from tandem.router.text.openai_api import CompletionBody
@@ -66,7 +66,7 @@ def responses_reader(service: CompletionService, chat: Chat) -> AskReader:
         try:
             planned = await _plan_chat(service, chat, asked, len(raw), tenant)
         except InvalidRequestError as error:
-            raise renamed(error) from error
+            raise body.renamed(error) from error
         response_id, shown_id = _ids("resp_", planned.body)
         answer = ResponsesAnswer(asked, chat, planned.prompt)
         form = ResponsesFormat(shown_id, service.facts_of(body.model).name, body, planned.plans[0].sampling, answer)

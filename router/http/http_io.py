@@ -9,7 +9,13 @@ from collections.abc import Iterable
 
 from starlette.types import Receive, Scope, Send
 
-from tandem.engine.contracts.errors import BodyTooLargeError, ClientGoneError, InvalidRequestError, TandemError
+from tandem.engine.contracts.errors import (
+    AuthenticationError,
+    BodyTooLargeError,
+    ClientGoneError,
+    InvalidRequestError,
+    TandemError,
+)
 from tandem.router.text.openai_api import error_body
 
 # How much of a body that is too large is read past the limit, and how long; guesses.
@@ -118,6 +124,8 @@ def error_headers(error: TandemError) -> list[tuple[bytes, bytes]]:
     headers = [JSON_TYPE]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
+    if isinstance(error, AuthenticationError):
+        headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, BodyTooLargeError):
         headers.append((b"connection", b"close"))  # since the rest of the body is not read
     return headers

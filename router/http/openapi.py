@@ -17,7 +17,7 @@ from tandem.router.http.admin.profile import ProfileBody
 from tandem.router.pooling.body import EmbeddingsBody, RerankBody, ScoreBody
 from tandem.router.responses.body import ResponsesBody
 from tandem.router.structured.answer import RESPONSE_FORMATS
-from tandem.router.text.body_reader import REFUSED, SAYS_NOTHING
+from tandem.router.text.body_reader import REFUSED, SAYS_NOTHING, SWITCHES
 from tandem.router.text.openai_api import LEAST_TIMEOUT_S, CompletionBody, DetokenizeBody, TokenizeBody
 
 _REFERENCE = "#/components/schemas/{name}"
@@ -144,7 +144,8 @@ def _show_other_fields(schema: dict[str, Any], is_strict: bool) -> None:
         del schema["additionalProperties"]
     nothing = [msgspec.json.decode(value) for value in SAYS_NOTHING]
     for field, why in REFUSED.items():
-        schema["properties"].setdefault(field, {"enum": nothing, "description": f"Not supported: {why}."})
+        unused = [None] if field in SWITCHES else nothing
+        schema["properties"].setdefault(field, {"enum": unused, "description": f"Not supported: {why}."})
 
 
 def _parameter(name: str, place: str, text: str = "") -> dict[str, Any]:

@@ -191,7 +191,7 @@ class Cluster:
     def why_none_takes(self, num_tokens: int) -> str:
         """Why no node can have a request that may grow to `num_tokens` tokens, for people; "" when one can."""
         if missing := self.missing_roles():
-            return f"{missing} is connected"
+            return f"{missing} takes requests"
         nodes = [view for view in self.serving() if view.role != "prefill"]
         if any(num_tokens <= view.most_tokens for view in nodes):
             return ""

@@ -34,6 +34,8 @@ class EmbeddingsBody(PoolingBody, frozen=True, kw_only=True, forbid_unknown_fiel
 
     input: msgspec.Raw
     encoding_format: Literal["float", "base64"] | None = None
+    embed_dtype: Literal["float32"] | None = None
+    endianness: Literal["little", "native"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     add_special_tokens: bool | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
@@ -25,6 +26,13 @@ NAMES = {
     "verbosity": "text",
     "reasoning_effort": "reasoning",
 }
+# Places in a conversation, as messages write them -> in this body.
+PLACES = {
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+}
+_PLACE = re.compile(rf"\b({'|'.join(map(re.escape, PLACES))})\b")
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +73,15 @@ class ResponsesBody(ConversationBody, frozen=True, kw_only=True, forbid_unknown_
             chat = self._as_chat()
             check_chat(chat)
         except InvalidRequestError as error:
-            raise renamed(error) from error
+            raise self.renamed(error) from error
         return chat
+
+    def renamed(self, error: InvalidRequestError) -> InvalidRequestError:
+        """The same error, with the name that this body has for the field."""
+        if error.message.startswith("response_format") and (self.text is None or self.text.format is None):
+            return error  # this body has that field, too
+        message = _PLACE.sub(lambda found: PLACES[found[0]], error.message, count=1)  # what follows may be the client's
+        return type(error)(message, param=NAMES.get(error.param or "", error.param))
 
     def _as_chat(self) -> ChatBody:
         shared = {field: getattr(self, field) for field in GenerationBody.__struct_fields__}
@@ -94,11 +109,6 @@ def parse_responses(bodies: BodyReader, raw: bytes) -> ResponsesBody:
         if getattr(body, field):
             _bad(field, f"{field} is not supported: an answer has no place for it; use /v1/chat/completions")
     return body
-
-
-def renamed(error: InvalidRequestError) -> InvalidRequestError:
-    """The same error, with the name that this body has for the field."""
-    return type(error)(error.message, param=NAMES.get(error.param or "", error.param))
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> Any:

@@ -20,8 +20,12 @@ LIKELY_A_SLIP = 0.8  # of 1, a guess: temprature is one, user_id is none for `us
 
 ONE_OF_ITS_FIELDS = "say it by `structured_outputs`"
 NO_SAMPLER = "this way to sample isn't built; leave it out"
+AS_THE_MODEL_SAYS = (
+    "scores are the logistic function of the logit, and vectors as long as the model's modules.json says; leave it out"
+)
 NOT_STORED = "nothing is stored here; send the items of earlier responses as `input`"
 CALLED_MAX_TOKENS = "it is called `max_tokens`"
+SWITCHES = ("normalize", "use_activation", "activation", "softmax")  # false would change the answer as well as true
 # What would change the answer and isn't built, in the words of OpenAI's, vLLM's and others' clients: field -> why, and
 # what to do. A structure that has the field takes it, whatever stands here.
 REFUSED = {
@@ -41,6 +45,7 @@ REFUSED = {
     "system": "it is one of `messages`",
     "best_of": "ask for `n` and choose",
     "truncate_prompt_tokens": "what is embedded, scored or counted is taken whole; cut it yourself",
+    "max_tokens_per_doc": "documents are taken whole; cut them yourself",
     "echo": "answers don't repeat the conversation; leave it out",
     "tools": "tools are called in conversations: use /v1/chat/completions",
     "tool_choice": "tools are called in conversations: use /v1/chat/completions",
@@ -75,6 +80,7 @@ REFUSED = {
     "lora_path": "load it by /v1/load_lora_adapter, and name it as `model`",
     "prompt_embeds": "prompts are text or token ids; leave it out",
     "kv_transfer_params": "hand-offs are the servers' own business; leave it out",
+    **dict.fromkeys(SWITCHES, AS_THE_MODEL_SAYS),
 }
 SAYS_NOTHING = (b"null", b"false", b'""', b"[]")  # by which clients say that they don't use a field
 
@@ -116,7 +122,7 @@ class BodyReader:
     def _leave_out(self, name: str, value: msgspec.Raw, within: str, known: dict[str, Any]) -> None:
         why, said = None if within else REFUSED.get(name), decode(Any, bytes(value))
         if why is not None:
-            if msgspec.json.encode(said) not in SAYS_NOTHING:
+            if said is not None and (name in SWITCHES or msgspec.json.encode(said) not in SAYS_NOTHING):
                 _bad(name, f"{name} is not supported: {why}")
             return
         if close := difflib.get_close_matches(name, known, n=1, cutoff=LIKELY_A_SLIP):

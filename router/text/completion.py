@@ -97,7 +97,8 @@ def with_placeholders(token_ids: list[int], media: Sequence[MediaItem]) -> list[
 def check_model(name: str | None, facts: ModelFacts) -> None:
     if name is not None and name not in facts.names:
         raise ModelNotFoundError(
-            f"the model {name[:200]!r} does not exist; this server has {facts.name!r}", param="model"
+            f"the model {name[:200]!r} does not exist; this server has {facts.name!r} (/v1/models lists all)",
+            param="model",
         )
 
 

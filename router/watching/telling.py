@@ -33,6 +33,7 @@ def told(story: RequestStory, answers: Mapping[str, tuple[Story, float]], now: f
     _time_verification(moments)
     if story.first_token_at is not None and story.last_token_at > story.first_token_at:
         moments.append(_of_tokens(story))
+        moments.sort(key=lambda moment: moment["at_s"])  # by when it began, as all others
     return {
         **story.summary(now),
         "max_tokens": story.max_tokens,

@@ -107,6 +107,9 @@ def test_a_single_node_and_a_split_cluster_answer_alike_and_end() -> None:
         assert {sample.finish_reason for sample in aborted.outputs} == {"abort"}
         assert texts(outputs) == texts(single)
     assert children() <= before
+    for ask in (llm.generate, llm.submit):
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            ask("x")
 
 
 def test_a_program_that_is_killed_takes_its_server_along(tmp_path: Path) -> None:

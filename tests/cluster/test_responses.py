@@ -157,7 +157,10 @@ def test_output_and_calls_are_forced(client: openai.OpenAI) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", r"input\[0\].content\[0\]"),
         ({"tools": [{"type": "web_search"}]}, "tools", "functions alone"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "none"}}, "tool_choice", "none of the tools"),
-        ({"max_output_tokens": 5000}, "max_output_tokens", "1024"),
+        ({"max_output_tokens": 5000}, "max_output_tokens", "max_output_tokens is 5000.* 1024"),
+        ({"text": {"format": {"type": "yaml"}}}, "text", r"text\.format\.type is 'yaml'"),
+        ({"text": {"format": {"type": "json_schema", "schema": 3}}}, "text", r"text\.format\.schema must be"),
+        ({"extra_body": {"response_format": {"type": "yaml"}}}, "response_format", r"response_format\.type is 'yaml'"),
         ({"extra_body": {"n": 2}}, "n", "n"),
     ],
 )

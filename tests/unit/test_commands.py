@@ -30,6 +30,7 @@ FOREIGN = {
     ),
     "docs/containers.md": "from-literal build-arg gpus shm-size set build",
     "docs/quickstart.md": "quiet",
+    "docs/security.md": "cacert",
     "docs/several_hosts.md": "batch signal gpus-per-task",
     "docs/supported.md": "no-deps wheel-dir",
     "tests/README.md": "import-mode",

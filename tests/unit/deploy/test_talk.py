@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +52,18 @@ def test_what_standard_input_holds_is_completed(
     monkeypatch.setattr(sys, "stdin", io.StringIO("the lazy dog"))
     assert talk(router, "complete") == 0
     assert capsys.readouterr().out == answer_to("the lazy dog", folder, 4) + "\n"
+
+
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_a_reader_that_leaves_is_no_fault(router: RouterInThread, command: str) -> None:
+    """`tandem complete ... | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as closed:
+        arguments = [command, "the fox", "--url", router.url, "--api-key", "sk", "--max-tokens", "4"]
+        started = [sys.executable, "-m", "tandem.deploy.cli", *arguments]
+        done = subprocess.run(started, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_conversation_remembers_until_it_is_told_not_to(

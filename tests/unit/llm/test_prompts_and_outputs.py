@@ -122,7 +122,7 @@ def test_what_the_output_must_be_may_be_a_model() -> None:
 
 
 def test_pieces_add_up_to_an_output() -> None:
-    output = RequestOutput("r", "p", [], [CompletionOutput(0), CompletionOutput(1)])
+    output = RequestOutput("r", "p", [], [CompletionOutput(0, num_rivals=2), CompletionOutput(1)])
     row = {"token_id:1:a": -2.5, "token_id:7:b:c": -0.5, "token_id:8:": -1.5}
     logprobs = {"tokens": ["token_id:1:a"], "token_logprobs": [-2.5], "top_logprobs": [row], "text_offset": [0]}
     first = {"index": 0, "text": "a", "finish_reason": None, "logprobs": logprobs, "token_ids": [1]}
@@ -141,12 +141,30 @@ def test_pieces_add_up_to_an_output() -> None:
     assert [each.finish_reason for each in output.outputs] == ["stop", "abort"]
 
 
+@pytest.mark.parametrize(
+    ("num_rivals", "row", "rank"),
+    [
+        (0, {"token_id:1:a": -2.5}, None),  # nothing says how many are likelier
+        (1, {"token_id:1:a": -0.5}, 1),
+        (1, {"token_id:1:a": -2.5, "token_id:7:b": -0.5}, None),
+        (2, {"token_id:1:a": -2.5, "token_id:7:b": -0.5}, 2),
+        (2, {"token_id:1:a": -2.5, "token_id:7:b": -0.5, "token_id:8:c": -1.5}, None),
+    ],
+)
+def test_a_drawn_token_has_its_rank_if_that_is_known(num_rivals: int, row: dict[str, float], rank: int | None) -> None:
+    sample = CompletionOutput(0, num_rivals=num_rivals)
+    logprobs = {"tokens": ["token_id:1:a"], "top_logprobs": [row]}
+    sample.add({"text": "a", "finish_reason": None, "logprobs": logprobs, "token_ids": [1]})
+    assert sample.logprobs is not None
+    assert sample.logprobs[0][1].rank == rank
+
+
 def test_messages_and_their_deltas_add_up_alike() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}
     named = {"token": "token_id:3:x", "logprob": -1.0}
     entry = {**named, "top_logprobs": [named]}
     message = {"content": "yes", "reasoning_content": "hm", "tool_calls": [call]}
-    whole, streamed = CompletionOutput(0), CompletionOutput(0)
+    whole, streamed = CompletionOutput(0, num_rivals=1), CompletionOutput(0, num_rivals=1)
     whole.add(
         {"message": message, "finish_reason": "tool_calls", "logprobs": {"content": [entry]}, "token_ids": [1, 2]}
     )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import pytest
 import torch
 
+from tandem.deploy.options import DEMO_MODEL
 from tandem.engine.contracts.config import ModelOptions, NodeOptions, SchedulerOptions
+from tandem.engine.contracts.errors import ConfigError
 from tandem.node.context import make_clock
-from tandem.node.setup import with_device_defaults
+from tandem.node.setup import load, with_device_defaults
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -52,3 +57,14 @@ def test_over_how_many_prompt_tokens_their_time_is_measured(role: str, has_deadl
         clock.launched(chat, 256, 256)
         clock.completed(chat)
     assert clock.seconds_per_token > 0
+
+
+def test_a_leaning_is_for_nodes_that_do_all_work_by_deadlines(caplog: pytest.LogCaptureFixture) -> None:
+    options = NodeOptions("prefill", ModelOptions(str(DEMO_MODEL)), leaning="decode", device="cpu")
+    with pytest.raises(ConfigError, match="leave it out, or start `tandem unified`"):
+        load(options)
+    for target, warnings in ((0.0, ["--leaning does nothing without --tpot-target-ms (docs/leanings.md)"]), (25.0, [])):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="tandem.node.setup"):
+            load(replace(options, role="unified", scheduler=SchedulerOptions(tpot_target_ms=target)))
+        assert caplog.messages == warnings

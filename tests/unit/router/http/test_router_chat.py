@@ -119,7 +119,8 @@ def test_what_changes_nothing_is_accepted(router: RouterInThread) -> None:
         "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "user": "me", "safety_identifier": "x",
         "prompt_cache_key": "k", "prediction": {"type": "content", "content": "x"}, "modalities": ["text"],
         "response_format": {"type": "text"}, "verbosity": "medium", "reasoning_effort": "low", "tools": [],
-        "logprobs": False, "tool_choice": "none", "audio": None, "stream_options": None, "parallel_tool_calls": True,
+        "logprobs": False, "top_logprobs": 0, "tool_choice": "none", "audio": None, "stream_options": None,
+        "parallel_tool_calls": True,
     }  # fmt: skip
     assert ask(router, max_tokens=2, **fields).status_code == 200
 

@@ -13,7 +13,7 @@ from router_in_thread import BOS, EOS, VOCAB_SIZE, RouterInThread, make_tokenize
 
 from stand_in_node import StandInNode, stand_in_output
 from tandem.engine.contracts.wire.parts import Targets
-from tandem.router.text.body_reader import REFUSED
+from tandem.router.text.body_reader import REFUSED, SWITCHES
 from tandem.router.text.tokenizer import Tokenizer
 
 PROMPT = "the quick brown fox"
@@ -77,7 +77,19 @@ def test_what_would_change_the_answer_is_refused(router: RouterInThread, path: s
         assert answer.status_code == 400, field
         assert answer.json()["error"]["param"] == field
         refused += why in answer.json()["error"]["message"]
+        unused = router.client.post(path, json={**(CHAT if "chat" in path else {"prompt": PROMPT}), field: None})
+        assert "is not supported" not in unused.text, field
     assert refused > len(REFUSED) - 8, "but those that this path has, and checks by itself"
+
+
+@pytest.mark.parametrize("field", SWITCHES)
+def test_a_switch_says_something_by_false(router: RouterInThread, field: str) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    answers = [router.client.post("/v1/completions", json={**body, field: value}) for value in (False, True, None)]
+    assert [answer.status_code for answer in answers] == [400, 400, 200]
+    assert "leave it out" in answers[0].json()["error"]["message"]
+    schema = router.client.get("/openapi.json").json()["components"]["schemas"]["CompletionBody"]
+    assert schema["properties"][field]["enum"] == [None]
 
 
 def test_stop_strings_and_stop_tokens_that_are_shown(router: RouterInThread, tokenizer: Tokenizer) -> None:

@@ -326,5 +326,5 @@ def test_without_a_role_the_error_names_it_and_says_when_to_come_back(folder: Pa
         wait_until(lambda: len(router.worker.service.cluster.views) == 1, "the loss")
         status, error, headers = status_of(router, prompt=PROMPT * 8)
         assert status == 503
-        assert error["message"].endswith("no decode node is connected")
+        assert error["message"].endswith("no decode node takes requests")
         assert int(headers["retry-after"]) >= 1

@@ -201,6 +201,7 @@ def test_api_keys(folder: Path, nodes: Nodes, tmp_path: Path) -> None:
                 response = router.client.post(path, json={"prompt": "a"}, headers=headers)
                 assert response.status_code == 401
                 assert response.json()["error"]["code"] == "invalid_api_key"
+                assert response.headers["www-authenticate"] == "Bearer", "as HTTP has it"
         good = {"Authorization": "Bearer secret-two"}
         assert router.client.post("/v1/completions", json={"prompt": "a"}, headers=good).status_code == 200
         assert router.client.get("/v1/models", headers=good).status_code == 200
