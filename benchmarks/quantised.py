@@ -35,7 +35,7 @@ from tandem.kernels.products.matmul_plans import (
 from tandem.kernels.products.quantised_plans import Int4RowPlan, QuantisedPlan, choose_plan
 from tandem.kernels.products.quantised_weight import FP8, QuantisedWeight, quantise_fp8, quantise_int4
 
-AnyPlan = QuantisedPlan | Int4RowPlan | Plan | None  # None: whatever `linear` takes
+AnyPlan = quantised.AnyPlan | None  # None: whatever `linear` takes
 GROUPS = {"fp8": 0, "fp8 blocks": 128, "int4": 128}
 NAMES = ("qkv", "o", "gate_up", "down")
 GATED = "gate_up"
@@ -87,7 +87,7 @@ def hopper_candidates(kind: str, rows: int, outputs: int, inputs: int) -> Iterat
         for of_warp, warps, tiles, ahead in itertools.product((2, 4, 8), (4, 8), (1, 2, 4), (1, 2, 4, 8)):
             programs = outputs // (of_warp * warps * tiles)
             if of_warp * ahead <= 16 and (tiles == 1 or programs >= MULTIPROCESSORS):
-                yield Int4RowPlan(of_warp, warps, tiles, ahead, 128)
+                yield Int4RowPlan(of_warp, warps, tiles, ahead)
     elif rows == 1:
         for tile_n in (2, 4, 8):
             yield from (RowsPlan(tile_n, 512 * warps, warps) for warps in (1, 2, 4))

@@ -68,15 +68,21 @@ class Int4RowPlan(NamedTuple):
     warps: int
     tiles: int = 1  # of a program, one after the other
     ahead: int = 1  # steps of 1,024 inputs whose weights are asked for before they are needed
-    registers: int = 0  # of a thread, at most; 0: as many as the compiler wants
+    registers: int = FEW_REGISTERS  # of a thread, at most
 
     @property
     def tile_n(self) -> int:
         return self.outputs * self.warps
 
+    def room(self, num_inputs: int) -> int:
+        """For how many times 32 activations a program has shared memory: as many as its threads turn into integers, 32
+        each at once, and a power of two."""
+        at_once = 32 * self.warps
+        return 1 << (-(-num_inputs // (32 * at_once)) * at_once - 1).bit_length()
+
     def is_valid(self, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
-        room = -(-num_inputs // (1024 * self.warps)) * 32 * self.warps
-        fits = self.outputs <= 2 * GATE_UP_GROUP and (1 << (room - 1).bit_length()) * 72 <= SHARED_BYTES
+        shared_bytes = self.room(num_inputs) * (32 * 2 + 8)  # two each, what 1 counts and their sum
+        fits = self.outputs <= 2 * GATE_UP_GROUP and shared_bytes <= SHARED_BYTES
         whole = num_outputs % (self.tile_n * self.tiles) == 0 and num_inputs % 1024 == 0
         has_steps = self.ahead <= self.tiles * num_inputs // 1024
         in_turns = self.tiles == 1 or self.tile_n % (2 * GATE_UP_GROUP) == 0  # the next tile's rows follow this one's
@@ -140,12 +146,11 @@ def choose_hopper_plan(
 
 def _int4_plans(num_outputs: int, num_inputs: int) -> list[Int4RowPlan]:
     """The plans that were measured (docs/measurements.md#one-row-over-4-bits), then those that fit more sizes."""
-    few = FEW_REGISTERS
-    small = [Int4RowPlan(2, 8, 1, 2, few), Int4RowPlan(2, 8, 1, 1, few), Int4RowPlan(4, 1, 1, 1, few)]
+    small = [Int4RowPlan(2, 8, 1, 2), Int4RowPlan(2, 8), Int4RowPlan(4, 1)]
     if num_inputs >= MANY_INPUTS and num_outputs < MANY_OUTPUTS:
         return small
-    plans = [Int4RowPlan(4, 8, 1, 2, few), *small]
-    return [Int4RowPlan(4, 8, 4, 2, few), *plans] if num_outputs >= MANY_OUTPUTS else plans
+    plans = [Int4RowPlan(4, 8, 1, 2), *small]
+    return [Int4RowPlan(4, 8, 4, 2), *plans] if num_outputs >= MANY_OUTPUTS else plans
 
 
 def _tensor_core_plans(num_rows: int, num_outputs: int, num_inputs: int) -> list[Plan]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from itertools import chain
 
 import msgspec
@@ -28,7 +27,8 @@ class PeersBlocks:
         """Asks now. Raises Redis' errors, but for a server or a user that can't do this: then nothing is left to
         anybody."""
         questions, read_at = (self._kept.soon, self._kept.colder), self._kept.clock()
-        asked, seen = _all(each.hashes for each in questions), _all(each.parent_of for each in questions)
+        asked = list(dict.fromkeys(self._kept.asked))
+        seen = list(dict.fromkeys(chain.from_iterable(each.parent_of for each in questions)))
         held, ends = set[bytes](), set[bytes]()
         try:
             for peer in self._peers(servers) if asked else ():
@@ -69,10 +69,6 @@ class PeersBlocks:
         own = self._record
         is_near = _host(record) == _host(own)
         return record if is_near and record.identity_key == own.identity_key else None
-
-
-def _all(hashes: Iterable[Iterable[bytes]]) -> list[bytes]:
-    return list(dict.fromkeys(chain.from_iterable(hashes)))
 
 
 def _host(record: NodeRecord) -> str:

@@ -179,9 +179,8 @@ def rows_int4_constants(
 ) -> dict[str, Any]:
     return {
         "OUTPUTS": plan.outputs, "TILES": plan.tiles, "STEPS": num_inputs // 1024, "AHEAD": plan.ahead,
-        "GROUP": group or num_inputs,
-        "HAS_BIAS": has_bias, "SILU": silu, "num_warps": plan.warps,
-        **({"maxnreg": plan.registers} if plan.registers else {}),
+        "GROUP": group or num_inputs, "ROOM": plan.room(num_inputs),
+        "HAS_BIAS": has_bias, "SILU": silu, "num_warps": plan.warps, "maxnreg": plan.registers,
     }  # fmt: skip
 
 

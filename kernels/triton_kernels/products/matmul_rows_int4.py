@@ -18,9 +18,29 @@ LEAST: gl.constexpr = gl.constexpr(0x0DA24260)  # 1e-30 as bits
 SILU_GROUP: gl.constexpr = gl.constexpr(8)  # gate and up rows alternate in groups of 8
 
 
-@gluon.constexpr_function
-def next_power_of_2(number):
-    return 1 << (number - 1).bit_length()
+# Of each word: even numbers times upper and lower bytes into a and b, odd ones, which count 16, into c and d.
+_OF_WORD = """and.b32 n, ${word}, 0x0f0f0f0f;
+        dp4a.s32.s32 a, n, ${even_upper}, {a};
+        dp4a.s32.s32 b, n, ${even_lower}, {b};
+        and.b32 n, ${word}, 0xf0f0f0f0;
+        dp4a.u32.s32 c, n, ${odd_upper}, {c};
+        dp4a.u32.s32 d, n, ${odd_lower}, {d};
+        """
+_OF_WORDS = "".join(
+    _OF_WORD.format(
+        word=1 + i, even_upper=5 + i, odd_upper=9 + i, even_lower=13 + i, odd_lower=17 + i,
+        **{total: total if i else "0" for total in "abcd"},
+    )
+    for i in range(4)
+)  # fmt: skip
+TIMES: gl.constexpr = gl.constexpr(
+    "{ .reg .b32 n, a, b, c, d;\n        "
+    + _OF_WORDS
+    + """mad.lo.s32 a, a, 256, b;
+        mad.lo.s32 c, c, 256, d;
+        shr.s32 c, c, 4;
+        add.s32 $0, a, c; }"""
+)
 
 
 @gluon.jit
@@ -99,35 +119,7 @@ def times(words, even_upper, odd_upper, even_lower, odd_lower):
     c0, c1, c2, c3 = even_lower
     d0, d1, d2, d3 = odd_lower
     return gl.inline_asm_elementwise(
-        """{ .reg .b32 n, a, b, c, d;
-        and.b32 n, $1, 0x0f0f0f0f;
-        dp4a.s32.s32 a, n, $5, 0;
-        dp4a.s32.s32 b, n, $13, 0;
-        and.b32 n, $1, 0xf0f0f0f0;
-        dp4a.u32.s32 c, n, $9, 0;
-        dp4a.u32.s32 d, n, $17, 0;
-        and.b32 n, $2, 0x0f0f0f0f;
-        dp4a.s32.s32 a, n, $6, a;
-        dp4a.s32.s32 b, n, $14, b;
-        and.b32 n, $2, 0xf0f0f0f0;
-        dp4a.u32.s32 c, n, $10, c;
-        dp4a.u32.s32 d, n, $18, d;
-        and.b32 n, $3, 0x0f0f0f0f;
-        dp4a.s32.s32 a, n, $7, a;
-        dp4a.s32.s32 b, n, $15, b;
-        and.b32 n, $3, 0xf0f0f0f0;
-        dp4a.u32.s32 c, n, $11, c;
-        dp4a.u32.s32 d, n, $19, d;
-        and.b32 n, $4, 0x0f0f0f0f;
-        dp4a.s32.s32 a, n, $8, a;
-        dp4a.s32.s32 b, n, $16, b;
-        and.b32 n, $4, 0xf0f0f0f0;
-        dp4a.u32.s32 c, n, $12, c;
-        dp4a.u32.s32 d, n, $20, d;
-        mad.lo.s32 a, a, 256, b;
-        mad.lo.s32 c, c, 256, d;
-        shr.s32 c, c, 4;
-        add.s32 $0, a, c; }""",
+        TIMES,
         "=&r," + "r,r,r,r," * 4 + "r,r,r,r",
         [w0, w1, w2, w3, a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3],
         gl.int32, True, 1,
@@ -210,6 +202,7 @@ def matmul_rows_int4_kernel(
     STEPS: gl.constexpr,  # K / 1,024
     AHEAD: gl.constexpr,  # steps whose weights are asked for before they are needed
     GROUP: gl.constexpr,  # inputs that share a scale, a multiple of 32
+    ROOM: gl.constexpr,  # 32 activations each, a power of two, of which the program's threads fill as many as x has
     HAS_BIAS: gl.constexpr,
     SILU: gl.constexpr,
     num_warps: gl.constexpr,
@@ -241,7 +234,6 @@ def matmul_rows_int4_kernel(
     BLOCKS: gl.constexpr = 32 * STEPS
     AT_ONCE: gl.constexpr = 32 * num_warps
     TURNS: gl.constexpr = (BLOCKS + AT_ONCE - 1) // AT_ONCE
-    ROOM: gl.constexpr = next_power_of_2(TURNS * AT_ONCE)
     lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # Apart, so that no store waits for another.
