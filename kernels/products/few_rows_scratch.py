@@ -11,29 +11,26 @@ from dataclasses import dataclass
 import torch
 
 MOST_ROWS = 8  # a power of two
+MISSING = -1  # a word that is not there yet: its lower half is a NaN that no arithmetic makes
 PROGRAMS = 264  # that run at once: two on each multiprocessor of an H200
 
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """What programs of a launch leave for each other; launches on one stream share it. fp32: `partial` [N, G, D],
-    `peaks` and `totals` [N, G]. `arrivals` int32 [R * K], zero between launches."""
+    """What programs of a launch leave for each other; launches on one stream share it. `partial` int64 [N, G, D],
+    MISSING between launches."""
 
     partial: torch.Tensor
-    peaks: torch.Tensor
-    totals: torch.Tensor
-    arrivals: torch.Tensor
     programs: int  # N
 
     def check_integrity(self) -> None:
         """Waits for the device."""
-        assert not bool(self.arrivals.any()), "a launch left arrivals behind"
+        assert bool((self.partial == MISSING).all()), "a launch left parts behind"
 
 
 @functools.cache
 def scratch_for(heads: int, group: int, head_size: int, device: torch.device) -> Scratch:
     """The scratch for R rows of K KV heads, `heads` = R * K. Made once, outside of captures."""
     programs = PROGRAMS + heads
-    partial = torch.empty((programs, group, head_size), dtype=torch.float32, device=device)
-    peaks, totals = (torch.empty((programs, group), dtype=torch.float32, device=device) for _ in range(2))
-    return Scratch(partial, peaks, totals, torch.zeros(heads, dtype=torch.int32, device=device), programs)
+    partial = torch.full((programs, group, head_size), MISSING, dtype=torch.int64, device=device)
+    return Scratch(partial, programs)

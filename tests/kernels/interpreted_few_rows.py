@@ -10,6 +10,7 @@ from tandem.kernels.products import few_rows_attention as few_rows
 from tandem.kernels.products import few_rows_scratch
 from tandem.kernels.products.fused_ops import CacheSlots, HeadNorms
 from tandem.kernels.reference import few_rows as reference
+from tandem.kernels.triton_kernels.products import few_rows_launch
 
 EPS = 1e-5
 
@@ -35,6 +36,7 @@ def case(
     return qkv, cos_sin, tables, torch.tensor(lengths, dtype=torch.int32), pool, torch.tensor(slots)
 
 
+@pytest.mark.parametrize("most_mergers", [0, 1000])
 @pytest.mark.parametrize(
     ("lengths", "heads", "kv_heads", "size", "block_size", "with_norms"),
     [
@@ -48,9 +50,10 @@ def case(
 )
 def test_attention(
     lengths: tuple[int, ...], heads: int, kv_heads: int, size: int, block_size: int, with_norms: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    most_mergers: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(few_rows_scratch, "PROGRAMS", 7)
+    monkeypatch.setattr(few_rows_launch, "MOST_MERGERS", most_mergers)
     few_rows_scratch.scratch_for.cache_clear()
     qkv, cos_sin, tables, seq_lens, pool, slots = case(lengths, heads, kv_heads, size, block_size)
     norms = HeadNorms(torch.randn(size), torch.randn(size), EPS) if with_norms else None
@@ -59,7 +62,7 @@ def test_attention(
     )
     cache = CacheSlots(pool[:, :, 0], pool[:, :, 1], slots)
     before = pool.clone()
-    for _ in range(2):  # arrivals are ready for the next launch
+    for _ in range(2):  # nothing is left behind for the next launch
         output = few_rows.few_rows_attention(qkv, cos_sin, tables, seq_lens, cache, heads, 0.3, norms)
         torch.testing.assert_close(output.double(), expected, rtol=3e-6, atol=3e-6)
     for row, slot in enumerate(slots.tolist()):

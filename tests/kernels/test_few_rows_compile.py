@@ -28,8 +28,8 @@ HOPPER = GPUTarget("cuda", 90, 32)
 WAIT = "griddepcontrol.wait"
 POINTERS = {
     **dict.fromkeys(("output", "qkv", "q_weight", "k_weight", "key_cache", "value_cache"), "*bf16"),
-    **dict.fromkeys(("partial", "peaks", "totals", "cos_sin"), "*fp32"),
-    "arrivals": "*i32",
+    "cos_sin": "*fp32",
+    **dict.fromkeys(("partial",), "*i64"),
     "block_tables": "*i32",
     "seq_lens": "*i32",
     "slot_mapping": "*i64",
@@ -43,10 +43,13 @@ def signature(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "head_size", "block_size", "has_norm"), [(8, 4, 128, 64, True), (2, 7, 64, 16, False)]
+    ("rows", "kv_heads", "group", "head_size", "block_size", "has_norm"),
+    [(1, 8, 4, 128, 64, True), (8, 8, 7, 128, 64, True), (1, 2, 7, 64, 16, False)],
 )
-def test_attention_compiles(kv_heads: int, group: int, head_size: int, block_size: int, has_norm: bool) -> None:
-    constants = few_rows_launch.attention_constants(kv_heads, group, head_size, block_size, has_norm=has_norm)
+def test_attention_compiles(
+    rows: int, kv_heads: int, group: int, head_size: int, block_size: int, has_norm: bool
+) -> None:
+    constants = few_rows_launch.attention_constants(rows, kv_heads, group, head_size, block_size, has_norm=has_norm)
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     constants["PDL"] = True
     names = few_rows_attention_kernel.arg_names

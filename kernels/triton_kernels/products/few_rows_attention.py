@@ -4,10 +4,15 @@ rotation, the new token's way into the cache, attention over the paged cache, an
 With few rows a step waits for one thing after the other, so everything that does not hang on the product before is done
 while that still runs: a program has the keys and values of its newest tile in registers when queries arrive, and takes
 the new token's from there, too. All programs get runs of about equally many tiles, none of two KV heads or rows: each
-works out from the lengths which is its own. Who is last to finish a KV head of a row merges its runs in their order.
+works out from the lengths which is its own.
+
+Behind them in the grid stand programs that merge the runs of some query heads each, in their order. A run leaves words
+of 64 bits for them, a value and how much it counts, which arrive whole; a word that is not there yet is MISSING. So who
+merges waits for the words themselves, for no fence and no counter, and leaves MISSING behind for the next launch. It
+waits for programs in front of it alone: however few run at once, the wait ends.
 
 R rows of one new token, H query heads in groups of G over K KV heads, D head size, C = (H + 2K) * D, S slots a block,
-B table columns, P positions, N programs.
+B table columns, P positions, N programs that attend.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,8 +22,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.kernels.products import few_rows_scratch
 from tandem.kernels.triton_kernels.common import LOG2_E, dot
-from tandem.kernels.triton_kernels.decode.decode_parts import merge_parts
+
+MISSING: tl.constexpr = tl.constexpr(few_rows_scratch.MISSING)
 
 
 @triton.jit
@@ -47,21 +54,14 @@ def attend_tile(query, keys, values, visible, scale, peak, total, accumulator):
 
 
 @triton.jit
-def find_run(program, seq_lens, num_rows, programs, TILE: tl.constexpr, K: tl.constexpr, MOST_ROWS: tl.constexpr):
-    """-> (row, num_rows or more if there is no work; KV head, run, runs of that head, tiles of a run, the row's length,
-    the program that has the head's first run). Runs of a head are K programs apart."""
+def find_runs(seq_lens, num_rows, programs, TILE: tl.constexpr, K: tl.constexpr, MOST_ROWS: tl.constexpr):
+    """-> (rows [MOST_ROWS], their lengths, runs of each of their KV heads, tiles of a run)."""
     rows = tl.arange(0, MOST_ROWS)
     is_row = rows < num_rows
     lens = tl.load(seq_lens + rows, mask=is_row, other=0, cache_modifier=".cg")
     tiles = tl.where(is_row, tl.maximum((lens + TILE - 1) // TILE, 1), 0)  # an empty row's zeros are written, too
     share = find_share(tiles, num_rows, programs, K)
-    runs = (tiles + share - 1) // share
-    row = tl.sum((is_row & (tl.cumsum(runs, 0) * K <= program)).to(tl.int32), 0)
-    before = tl.sum(tl.where(rows < row, runs, 0), 0) * K
-    mine = rows == row
-    kv_head = (program - before) % K
-    own_runs, seq_len = tl.sum(tl.where(mine, runs, 0), 0), tl.sum(tl.where(mine, lens, 0), 0)
-    return row, kv_head, (program - before) // K, own_runs, share, seq_len, before + kv_head
+    return rows, lens, (tiles + share - 1) // share, share
 
 
 @triton.jit
@@ -78,16 +78,82 @@ def find_share(tiles, num_rows, programs, K: tl.constexpr):
     return tl.where(share == NONE, tl.min(shares, 0), share)
 
 
+@triton.jit
+def pack(values, logs):
+    """int64: the bits of fp32 `logs` above those of `values`. None is MISSING: arithmetic makes no NaN of ones alone,
+    but what was loaded may be one."""
+    words = values.to(tl.uint32, bitcast=True)
+    words = tl.where(words == 0xFFFFFFFF, 0x7FFFFFFF, words).to(tl.uint64)
+    return ((logs.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | words).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def merge_runs(
+    merger,  # of all rows' query heads, HEADS each
+    output,
+    partial,
+    seq_lens,
+    num_rows,
+    programs,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Merges the runs of HEADS query heads of a KV head, if there are several; each column goes its own way."""
+    MERGERS: tl.constexpr = GROUP // HEADS  # of a KV head
+    COLUMNS: tl.constexpr = HEADS * HEAD_SIZE
+    STEP: tl.constexpr = CHUNK * NUM_KV_HEADS * GROUP * HEAD_SIZE
+    rows, _, all_runs, _ = find_runs(seq_lens, num_rows, programs, TILE, NUM_KV_HEADS, MOST_ROWS)
+    row, kv_head = merger // (NUM_KV_HEADS * MERGERS), merger // MERGERS % NUM_KV_HEADS
+    runs = tl.sum(tl.where(rows == row, all_runs, 0), 0)
+    if runs > 1:
+        first_program = tl.sum(tl.where(rows < row, all_runs, 0), 0) * NUM_KV_HEADS + kv_head
+        columns, parts = tl.arange(0, WIDTH), tl.arange(0, CHUNK)
+        inside = columns < COLUMNS
+        entries = ((first_program + parts * NUM_KV_HEADS) * MERGERS + merger % MERGERS).to(tl.int64)
+        places = partial + entries[:, None] * COLUMNS + columns[None, :]
+        peak, total = tl.full([WIDTH], float("-inf"), tl.float32), tl.zeros([WIDTH], tl.float32)
+        accumulator = tl.zeros([WIDTH], tl.float32)
+        if PDL:
+            gdc_wait()  # the launches in front may still read or clear what lies here
+        following = tl.load(places, mask=(parts < runs)[:, None] & inside[None, :], other=0, volatile=True)
+        for first in range(0, runs, CHUNK):
+            used = (first + parts < runs)[:, None] & inside[None, :]
+            packed = following
+            more = (first + CHUNK + parts < runs)[:, None] & inside[None, :]
+            following = tl.load(places + STEP, mask=more, other=0, volatile=True)
+            while tl.max((packed == MISSING).to(tl.int32)) > 0:
+                packed = tl.load(places, mask=used, other=0, volatile=True)
+            tl.store(places, tl.full([CHUNK, WIDTH], MISSING, tl.int64), mask=used)
+            logs = tl.where(used, (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True), float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(logs, 0))
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(logs - base[None, :])
+            decay = tl.exp2(peak - base)
+            total = total * decay + tl.sum(weights, 0)
+            values = packed.to(tl.int32).to(tl.float32, bitcast=True)
+            accumulator = accumulator * decay + tl.sum(weights * values, 0)
+            peak = new_peak
+            places += STEP
+        accumulator /= tl.where(total == 0.0, 1.0, total)
+        into = output + merger.to(tl.int64) * COLUMNS + columns
+        tl.store(into, accumulator.to(output.dtype.element_ty), mask=inside)
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "programs", "table_row"],
     do_not_specialize_on_alignment=["block_tables", "seq_lens", "slot_mapping"],
 )
 def few_rows_attention_kernel(
     output,  # [R, H, D] contiguous
-    partial,  # fp32 [N, G, D]
-    peaks,  # fp32 [N, G]
-    totals,  # fp32 [N, G]
-    arrivals,  # int32 [R * K], zero between launches
+    partial,  # int64 [N, G, D], MISSING between launches: what a run makes of its keys alone, and above it the
+    # logarithm of its weight
     qkv,  # [R, C], strides (qkv_row, 1): query heads, key heads, value heads
     cos_sin,  # fp32 [P, D] contiguous: cos of the D / 2 angles, then sin
     q_weight,  # [D], HAS_NORM
@@ -100,7 +166,7 @@ def few_rows_attention_kernel(
     scale,
     eps,
     num_rows,
-    programs,  # that share all tiles; N is larger by R * K, since runs end with their head
+    programs,  # that share all tiles; N = programs + R * K, since runs end with their head
     qkv_row,
     cache_block,
     cache_head,
@@ -109,8 +175,9 @@ def few_rows_attention_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     M_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    HEADS: tl.constexpr,  # query heads that a program merges: one, or all of a KV head
+    CHUNK: tl.constexpr,  # runs that it loads at once
+    WIDTH: tl.constexpr,  # HEADS * D or more, a power of two
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -118,16 +185,26 @@ def few_rows_attention_kernel(
     HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (N,). What is read before the wait was complete before the pass began: lengths, tables, older tokens.
-    (A pass begins with torch's embedding, which lets nothing start before it has ended.)"""
+    """Grid (N + R * H / HEADS,). What is read before the wait was complete before the pass began: lengths, tables,
+    older tokens. (A pass begins with torch's embedding, which lets nothing start before it has ended.)"""
     if PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)
-    row, kv_head, run, runs, share, seq_len, first_program = find_run(
-        program, seq_lens, num_rows, programs, TILE, NUM_KV_HEADS, MOST_ROWS
-    )
+    workers = programs + num_rows * NUM_KV_HEADS
+    if program >= workers:
+        merge_runs(
+            program - workers, output, partial, seq_lens, num_rows, programs,
+            NUM_KV_HEADS, GROUP, HEADS, CHUNK, WIDTH, HEAD_SIZE, TILE, MOST_ROWS, PDL,
+        )  # fmt: skip
+        return
+    rows, lens, all_runs, share = find_runs(seq_lens, num_rows, programs, TILE, NUM_KV_HEADS, MOST_ROWS)
+    row = tl.sum(((rows < num_rows) & (tl.cumsum(all_runs, 0) * NUM_KV_HEADS <= program)).to(tl.int32), 0)
     if row >= num_rows:
         return
+    mine = rows == row
+    place_in_row = program - tl.sum(tl.where(rows < row, all_runs, 0), 0) * NUM_KV_HEADS
+    kv_head, run = place_in_row % NUM_KV_HEADS, place_in_row // NUM_KV_HEADS  # runs of a head are K programs apart
+    runs, seq_len = tl.sum(tl.where(mine, all_runs, 0), 0), tl.sum(tl.where(mine, lens, 0), 0)
     tiles = tl.maximum(tl.cdiv(seq_len, TILE), 1)
     newest = tl.minimum((run + 1) * share, tiles) - 1
     HALF: tl.constexpr = HEAD_SIZE // 2
@@ -183,34 +260,11 @@ def few_rows_attention_kernel(
 
     head = row * NUM_KV_HEADS + kv_head
     out = output + head.to(tl.int64) * (GROUP * HEAD_SIZE)
+    accumulator /= tl.where(total == 0.0, 1.0, total)[:, None]
     if runs == 1:
-        accumulator /= tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out + members[:, None] * HEAD_SIZE + columns[None, :], accumulator.to(dtype), mask=used[:, None])
     else:
         entries = program * GROUP + members
-        tl.store(peaks + entries, peak, mask=used)
-        tl.store(totals + entries, total, mask=used)
         into = partial + entries.to(tl.int64)[:, None] * HEAD_SIZE + columns[None, :]
-        tl.store(into, accumulator, mask=used[:, None])
-        tl.debug_barrier()  # every thread's part is stored before the program says so
-        if tl.atomic_add(arrivals + head, 1, sem="acq_rel", scope="gpu") == runs - 1:
-            tl.store(arrivals + head, 0)  # ready for the next launch
-            _, total_R, accumulator_R = merge_parts(
-                first_program,
-                NUM_KV_HEADS,
-                runs,
-                peaks,
-                totals,
-                partial,
-                GROUP,
-                0,
-                GROUP,
-                HEAD_SIZE,
-                HEAD_SIZE,
-                ROWS,
-                CHUNK,
-            )
-            accumulator_R /= tl.where(total_R == 0.0, 1.0, total_R)[:, None]
-            rows = tl.arange(0, ROWS)
-            into_R = out + rows[:, None] * HEAD_SIZE + columns[None, :]
-            tl.store(into_R, accumulator_R.to(dtype), mask=(rows < GROUP)[:, None])
+        logs = tl.broadcast_to((peak + tl.log2(total))[:, None], [M_PAD, HEAD_SIZE])
+        tl.store(into, pack(accumulator, logs), mask=used[:, None])

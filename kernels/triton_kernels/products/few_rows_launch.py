@@ -12,15 +12,22 @@ from tandem.kernels.triton_kernels.common import next_power_of_2, overlap, tile_
 from tandem.kernels.triton_kernels.products.few_rows_attention import few_rows_attention_kernel
 
 LARGEST_TILE = 64  # a guess
-RUNS_AT_ONCE = 16  # that are loaded together when they are merged; a guess
+# In rows of 4 programs that merge a query head each are faster, in rows of 8 those that merge all of a KV head: 6.8 us
+# in place of 7.7 at 250 tokens. Half as many words at once take 2 % more time, twice as many 4 %.
+# (docs/measurements.md#merging-without-a-counter)
+MOST_MERGERS = 128
+WORDS_OF_HEAD, WORDS_OF_GROUP = 1024, 2048  # of runs, that such a program loads together
 
 
 def attention_constants(
-    num_kv_heads: int, group: int, head_size: int, block_size: int, *, has_norm: bool
+    num_rows: int, num_kv_heads: int, group: int, head_size: int, block_size: int, *, has_norm: bool
 ) -> dict[str, Any]:
+    heads = 1 if num_rows * num_kv_heads * group <= MOST_MERGERS else group
+    width = next_power_of_2(heads * head_size)
+    chunk = max((WORDS_OF_HEAD if heads == 1 else WORDS_OF_GROUP) // width, 1)
     return {
-        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "M_PAD": 16, "ROWS": next_power_of_2(group),
-        "CHUNK": RUNS_AT_ONCE, "HEAD_SIZE": head_size,
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "M_PAD": 16,
+        "HEADS": heads, "CHUNK": chunk, "WIDTH": width, "HEAD_SIZE": head_size,
         "BLOCK_SIZE": block_size, "TILE": tile_of(block_size, LARGEST_TILE), "MOST_ROWS": MOST_ROWS,
         "HAS_NORM": has_norm,
         "num_warps": 4, "num_stages": 2,
@@ -45,12 +52,13 @@ def launch_attention(
         key_cache.shape[2],
     )
     group = num_heads // num_kv_heads
-    few_rows_attention_kernel[(scratch.programs,)](
-        output_RHD, scratch.partial, scratch.peaks, scratch.totals, scratch.arrivals, qkv_RC, cos_sin_PD,
+    constants = attention_constants(num_rows, num_kv_heads, group, head_size, block_size, has_norm=norms is not None)
+    few_rows_attention_kernel[(scratch.programs + num_rows * num_heads // constants["HEADS"],)](
+        output_RHD, scratch.partial, qkv_RC, cos_sin_PD,
         norms and norms.q_weight, norms and norms.k_weight, key_cache, slots.value_cache, block_tables_RB, seq_lens_R,
         slots.slot_mapping, scale, norms.eps if norms else 0.0, num_rows,
         scratch.programs - num_rows * num_kv_heads, qkv_RC.stride(0),
         *key_cache.stride()[:3], block_tables_RB.stride(0),
-        **attention_constants(num_kv_heads, group, head_size, block_size, has_norm=norms is not None),
+        **constants,
         **overlap(qkv_RC.device),
     )  # fmt: skip
