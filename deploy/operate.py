@@ -7,13 +7,14 @@ import asyncio
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import quote
 
 from tandem.deploy.bench.sse_client import HttpError, get_json, post_json
 from tandem.deploy.explain import table
 from tandem.deploy.pictures.waterfall import waterfall
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.wire.work import LeaningName
 
 POLL_S = 0.5  # between two looks at a node that drains; a guess
 
@@ -36,9 +37,11 @@ def run_drain(arguments: argparse.Namespace) -> int:
 
 def run_role(arguments: argparse.Namespace) -> int:
     """Returns 0. Raises ConfigError, also where the node can't have that role."""
-    if not arguments.node or not arguments.new_role:
-        raise ConfigError("name the node and its role: tandem role NODE prefill|decode|unified")
-    body = {"node": arguments.node, "role": arguments.new_role}
+    roles, role = get_args(LeaningName), arguments.new_role
+    if not arguments.node or role not in roles:
+        wrong = f"; {role!r} is no role" if role else ""
+        raise ConfigError(f"name the node and its role: tandem role NODE {'|'.join(roles)}{wrong}")
+    body = {"node": arguments.node, "role": role}
     said = asyncio.run(_asked(arguments, post_json(arguments.url, "/admin/role", body, arguments.api_key)))
     first = f", for {said['leaning']} first{' until told otherwise' if said['is_pinned'] else ''}"
     text = f"{said['node']} is a {said['role']} node{'' if said['leaning'] == said['role'] else first}"

@@ -96,7 +96,7 @@ def has_deadlines(options: NodeOptions) -> bool:
 
 def measures_steps(options: NodeOptions, device: torch.device) -> bool:
     """Whether this node measures at its start how long steps with prompt work take."""
-    return options.role != "prefill" and device.type == "cuda" and options.tensor_parallel_size == 1
+    return options.role != "prefill" and device.type == "cuda"
 
 
 def load(

@@ -271,10 +271,10 @@ class BlockPool:
             block_id = self._block_of.pop(gone)
             self._hash_of[block_id] = None
             self.num_hidden += not self._free.forget(block_id)
-            self.windows.lose(block_id)
+            was_whole = self.windows.lose(block_id)
             if tenant := self._tenant_of.pop(gone, b""):
                 self._tenants.forgotten(tenant, block_id)
-            self._publication.removed(gone)
+            self._publication.removed(gone, was_whole)
 
     def flush(self) -> None:
         """Drops every cached block that nobody holds."""

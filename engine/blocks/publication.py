@@ -45,11 +45,12 @@ class BlockPublication:
         self._step_of[block_hash] = step
         self._awaiting.setdefault(step, []).append(block_hash)
 
-    def removed(self, block_hash: bytes) -> None:
+    def removed(self, block_hash: bytes, was_whole: bool = False) -> None:
+        """Notes that a block is cached no more. `was_whole`: it had window blocks to the end."""
         was_told = self._step_of.pop(block_hash, None) is None or block_hash in self._rewritten
         self._rewritten.discard(block_hash)
         if was_told:
-            self._events.append(BlockEvent(block_hash, stored=False))
+            self._events.append(BlockEvent(block_hash, stored=False, was_whole=was_whole))
 
     def completed(self, step_id: int) -> None:
         """Publishes what awaited steps up to `step_id`, whose writes have all landed."""

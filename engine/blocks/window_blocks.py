@@ -118,10 +118,13 @@ class WindowBlocks:
                 self._ref_counts[each] = 0
                 self._free.enter(each, is_found)
 
-    def lose(self, block_id: int) -> None:
-        """Notes that a block is not found any more: what nobody needs of it holds nothing."""
+    def lose(self, block_id: int) -> bool:
+        """Notes that a block is not found any more: what nobody needs of it holds nothing. Returns whether it had
+        window blocks."""
+        had_some = block_id in self._of
         if not self._needed_by[block_id]:
             self._free.void(self._detach(block_id))
+        return had_some
 
     def reuse(self, block_id: int) -> None:
         """Takes a window block, if it is one, and those beside it, from the block that they belong to."""

@@ -19,6 +19,7 @@ class BlockEvent:
     block_hash: bytes
     stored: bool
     tier: str = "gpu"
+    was_whole: bool = False  # it left the pool with its window blocks
 
 
 class DirectoryReader(Protocol):

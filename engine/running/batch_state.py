@@ -191,11 +191,10 @@ class BatchState:
 
     def _scatter(self, patches: list[tuple[torch.Tensor, list[np.ndarray], list[np.ndarray]]]) -> None:
         """Sets table.flat[indices] = values for each (table, flat indices, values), all sent in one copy."""
-        needed = [(table, np.concatenate(at), np.concatenate(values)) for table, at, values in patches if at]
-        needed = [(table, at, values) for table, at, values in needed if at.size]
+        needed = [patch for patch in patches if any(map(len, patch[1]))]
         if not needed:
             return
-        sent = upload([array for _, *both in needed for array in both], self.device)
+        sent = upload([np.concatenate(parts) for _, *both in needed for parts in both], self.device)
         for (table, _, _), at, values in zip(needed, sent[::2], sent[1::2], strict=True):
             table.view(-1).index_copy_(0, at, values.to(table.dtype))
 

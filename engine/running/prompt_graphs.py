@@ -234,10 +234,10 @@ class PromptGraphs:
         tensors = self._tensors
         for segment in segments:
             self._replay(segment)
-            _, layer, kv_is_stored, _ = segment
-            if layer:
+            if segment.layer:
                 query, key, value = (tensors[name][:num_tokens] for name in ("query", "key", "value"))
-                tensors["out"][:num_tokens].copy_(unified_attention(query, key, value, layer, kv_is_stored))
+                output = unified_attention(query, key, value, segment.layer, segment.kv_is_stored)
+                tensors["out"][:num_tokens].copy_(output)
 
     def _replay_all(self, segments: Sequence[Segment], context: ForwardContext) -> None:
         """Calls the hooks of a segment's layers before it and behind it."""

@@ -22,6 +22,11 @@ MAX_LEXER_STATES = 1 << 16  # of one grammar, 1 to 2 KB each
 MAX_KEPT = 64
 MAX_THREADS = 8
 MAX_SHOWN = 400  # characters of an error
+# A remedy of llguidance's that is its caller's, and what a client can do instead.
+REWORDED = (
+    "Enable 'coerce_one_of' option to approximate oneOf with anyOf",
+    "Take anyOf, or have its branches plainly apart: of other types, or objects with a required const each",
+)
 
 
 class Grammars:
@@ -97,5 +102,5 @@ class Grammars:
 
 
 def shown(error: str) -> str:
-    """What a client may read of a matcher's error: what is wrong, not the parser's state."""
-    return error.partition("\n<state>")[0].strip()[:MAX_SHOWN]
+    """What a client may read of a matcher's error: what is wrong and what to do, not the parser's state."""
+    return error.partition("\n<state>")[0].strip().replace(*REWORDED)[:MAX_SHOWN]

@@ -173,7 +173,7 @@ class WriteBack:
                 self._note_unsaved(event.block_hash)
             elif event.block_hash in self._unsaved:
                 del self._unsaved[event.block_hash]
-                is_left = self._is_left(event.block_hash)
+                is_left = self._is_left(event.block_hash, event.was_whole)
                 self.counters.blocks_left += is_left
                 self.counters.blocks_lost += not is_left
         self._ways.let_go()
@@ -243,14 +243,14 @@ class WriteBack:
         if self._disk is not None and block_hash in self._disk:
             self.drop_from_disk(block_hash)
 
-    def _is_left(self, block_hash: bytes) -> bool:
+    def _is_left(self, block_hash: bytes, was_whole: bool = False) -> bool:
         """Whether a peer surely keeps it, and nothing here could be reached through it alone. Window blocks may go long
         before what is found through them: of blocks that have any, those are left that go first, with all behind
-        them."""
+        them. `was_whole`: it has left the pool with its window blocks."""
         if self._kept is None or block_hash not in self._kept or self.is_only_way(block_hash):
             return False
         if not self._pool.windows.num_each or self._pool.find(block_hash) is None:
-            return True
+            return not was_whole or self._kept.is_end(block_hash)
         return self._pool.goes_first(block_hash) and is_kept(self._kept, self._pool, block_hash)
 
     def is_only_way(self, block_hash: bytes) -> bool:

@@ -46,10 +46,7 @@ class PoolingProcess:
     requests, as to a single node. The constructor loads and binds, raising ConfigError; `serve` blocks."""
 
     def __init__(self, options: NodeOptions, folder: Path, config: PoolingConfig) -> None:
-        if options.tensor_parallel_size > 1 or options.model.load_format == "dummy" or options.compile:
-            raise ConfigError(
-                "a model that pools runs as it is, on one device, with its own weights: leave the option out"
-            )
+        _check_options(options)
         self._launcher = LauncherPipe(options.ready_fd)
         keys = load_cluster_keys(options.cluster_secret_file, options.host)
         device = choose_device(options)
@@ -152,6 +149,22 @@ class PoolingProcess:
                 found.append(self._inbox.get_nowait())
         except queue.Empty:
             return found
+
+
+def _check_options(options: NodeOptions) -> None:
+    """Raises ConfigError for options that would do nothing for such a model."""
+    refused = {
+        "--tensor-parallel-size": options.tensor_parallel_size > 1,
+        "--load-format dummy": options.model.load_format == "dummy",
+        "--compile": options.compile,
+        "--leaning (and --no-fixed-roles, which gives it)": bool(options.leaning),
+    }
+    for option, is_given in refused.items():
+        if is_given:
+            raise ConfigError(
+                f"{option} is not for a model that pools, which runs as it is, on one device, with its own weights, "
+                "and has neither prompts nor streams to be for first: leave it out"
+            )
 
 
 def _choose_dtype(name: str, device: torch.device) -> torch.dtype:

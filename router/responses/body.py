@@ -108,6 +108,8 @@ def parse_responses(bodies: BodyReader, raw: bytes) -> ResponsesBody:
     for field in WITHOUT_PLACE:
         if getattr(body, field):
             _bad(field, f"{field} is not supported: an answer has no place for it; use /v1/chat/completions")
+    if body.response_format is not None and body.text is not None and body.text.format is not None:
+        _bad("text", "text.format and response_format both say what the answer must be; give one")
     return body
 
 

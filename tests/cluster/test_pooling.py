@@ -166,6 +166,22 @@ def test_what_a_model_does_not_do_is_refused_by_its_kind(tmp_path: Path) -> None
             llm.generate("a", use_tqdm=False)
 
 
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        ("--tensor-parallel-size", {"tensor_parallel_size": 2}),
+        ("--compile", {"compile": True}),
+        ("--leaning", {"leaning": "decode"}),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused_by_name(option: str, given: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_pooling_model(tmp_path, "bert")
+    config = read_pooling_config(folder)
+    assert config is not None
+    with pytest.raises(errors.ConfigError, match=rf"^{option} .* a model that pools, .*: leave it out"):
+        PoolingProcess(node_options("unified", folder, **given), folder, config)
+
+
 def test_folders_that_pool_otherwise_say_so(tmp_path: Path) -> None:
     two = make_pooling_model(tmp_path / "two", "bert", scores=True, num_labels=2)
     with pytest.raises(errors.ConfigError, match="2 labels"):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from eagle_heads import knowing_head, next_tokens, walking_model
 from node_child import NodeChild
 from quantised_checkpoints import mxfp4_folders
+from served_head import GREEDY, PROMPT, walk
 from tensor_parallel_engine import run_in_child
 from tiny_hf_models import tiny_hf_model
 from waiting import wait_until_gone
@@ -143,6 +146,21 @@ def test_ranks_give_up_a_prompt_of_graphs_together_and_go_on(rank: int, at: str)
         assert lost.failed is not None
         assert lost.failed.code == "out_of_memory"
         check_greedy(model, prompt, tokens_of("again", prompt), 8)
+    finally:
+        client.close()
+        node.stop()
+
+
+def test_ranks_take_part_in_what_is_measured_at_the_start(tmp_path: Path) -> None:
+    """Steps of many sizes, the head's too, each with its exchanges; then the tokens are right."""
+    model, head = walking_model(tmp_path / "model"), knowing_head(tmp_path / "head")
+    config = json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 4})
+    node = NodeChild(("unified",), "auto", num_ranks=2, model=str(model), speculative_config=config, measures=True)
+    (info,), client = node.infos, Client(node.infos[0])
+    try:
+        result = client.submit("walk", PROMPT, GREEDY, decode=info)
+        client.wait(result)
+        assert result.output() == walk(int(next_tokens()[PROMPT[-1]]), GREEDY.max_tokens)
     finally:
         client.close()
         node.stop()

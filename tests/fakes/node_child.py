@@ -24,7 +24,8 @@ class NodeChild:
     """`addresses`: where the child's nodes take control connections, one for each of `roles`; `infos`: what they say
     of themselves. `num_ranks` processes make a node. `model`: a tiny one's name, or a folder; `dtype` of its weights;
     `changes` of the options, as `node_options` takes them; `faults` among them are those of failing_ranks.py,
-    `always_loads`: its tiers load whatever they have, and `hold_after`: each takes so many steps, and no more."""
+    `always_loads`: its tiers load whatever they have, `measures`: whether it measures steps at its start, on whatever
+    device, and `hold_after`: each takes so many steps, and no more."""
 
     def __init__(
         self,
@@ -76,6 +77,8 @@ def _serve(roles: str, transport: str, fault_injection: str, model: str, dtype: 
     nodes, sizes = [], json.loads(changes)
     if faults := sizes.pop("faults", None):
         lose_memory_in_node(faults)
+    if (measures := sizes.pop("measures", None)) is not None:
+        _measure_at_start(measures)
     always_loads, num_steps = sizes.pop("always_loads", False), sizes.pop("hold_after", None)
     folder = Path(model) if "/" in model else tiny_model(model)
     for role in roles.split(","):
@@ -98,6 +101,25 @@ def _serve(roles: str, transport: str, fault_injection: str, model: str, dtype: 
     threading.Thread(target=read, daemon=True).start()
     closed.wait()
     os._exit(0)
+
+
+def _measure_at_start(measures: bool) -> None:
+    """Has the nodes of this process measure what they would measure on a GPU, before they start, or nothing."""
+    import torch
+
+    from tandem.node import process
+    from tandem.node.setup import measures_steps
+
+    start = process.NodeProcess.start
+
+    def measure_and_start(node: process.NodeProcess) -> None:
+        if measures and node.loaded.device.type == "cpu":  # others have warmed up
+            node.warm_up()
+        assert node.logic.scheduler.state.step_times.are_measured == measures
+        start(node)
+
+    process.measures_steps = lambda options, _: measures and measures_steps(options, torch.device("cuda"))
+    process.NodeProcess.start = measure_and_start  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

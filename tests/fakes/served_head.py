@@ -208,11 +208,10 @@ def check_knowing_on_ranks(
     ranks: dict[str, int], model: Path, config: str, transport: str = "shm", **options: object
 ) -> None:
     """A prompt's guesses are right on nodes of so many ranks each, by role, wherever its KV came from; twice, the
-    second time from the cache. Nodes are processes of their own."""
-    children = {
-        role: NodeChild((role,), transport, num_ranks=count, model=str(model), speculative_config=config, **options)
-        for role, count in ranks.items()
-    }
+    second time from the cache. Nodes are processes of their own, and nothing is known of what steps take, so that all
+    that is likely is guessed."""
+    shared = {"model": str(model), "speculative_config": config, "measures": False, **options}
+    children = {role: NodeChild((role,), transport, num_ranks=count, **shared) for role, count in ranks.items()}
     infos = {role: child.infos[0] for role, child in children.items()}
     decode = infos.get("decode") or infos["unified"]
     client, out = Client(*infos.values()), walk(int(next_tokens()[PROMPT[-1]]), 60)

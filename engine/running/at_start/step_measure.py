@@ -71,9 +71,14 @@ def measure_step_sizes(runner: DummySteps, max_tokens: int, sizes: StepSizes) ->
 def _seconds_of(runner: DummySteps, tokens: int, context: int) -> float:
     rows = [ScheduledRow(0, 0, 1)] * NUM_DECODES + [ScheduledRow(0, context, tokens - NUM_DECODES)]
     runner.run_dummy(rows)
-    torch.cuda.synchronize(runner.device)
+    _wait_for(runner.device)
     began = time.perf_counter()
     for _ in range(REPEATS):
         runner.run_dummy(rows)
-    torch.cuda.synchronize(runner.device)
+    _wait_for(runner.device)
     return (time.perf_counter() - began) / REPEATS
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -12,13 +12,14 @@ from tandem.deploy.options import DEMO_MODEL
 from tandem.engine.contracts.config import ModelOptions, NodeOptions, SchedulerOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.node.context import make_clock
-from tandem.node.setup import load, with_device_defaults
+from tandem.node.setup import DECODE_ITL_MAX_MS, load, with_device_defaults
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def chosen(role: str, device: torch.device, **given: int) -> SchedulerOptions:
-    options = NodeOptions(role=role, model=ModelOptions("m"), scheduler=SchedulerOptions(**given))  # type: ignore[arg-type]
+def chosen(role: str, device: torch.device, num_ranks: int = 1, **given: int) -> SchedulerOptions:
+    scheduler = SchedulerOptions(**given)  # type: ignore[arg-type]
+    options = NodeOptions(role, ModelOptions("m"), scheduler=scheduler, tensor_parallel_size=num_ranks)
     return with_device_defaults(options, device).scheduler
 
 
@@ -30,7 +31,9 @@ def test_only_prefill_nodes_cut_prompts_short_for_who_waits(device: torch.device
 
 
 def test_a_decode_node_on_a_gpu_takes_prompt_work_by_measured_times() -> None:
-    assert chosen("decode", CUDA).decode_prompt_budget == 0
+    for num_ranks in (1, 2):
+        assert chosen("decode", CUDA, num_ranks).itl_max_ms == DECODE_ITL_MAX_MS
+        assert chosen("decode", CUDA, num_ranks).decode_prompt_budget == 0
     assert chosen("decode", CPU).decode_prompt_budget == 256
     assert chosen("unified", CUDA).decode_prompt_budget == 0, "and so does one that does all work"
 

@@ -124,7 +124,7 @@ def test_a_block_that_takes_anothers_place_is_others_once_its_step_has_run() -> 
     assert pool.drain_events() == []
     pool.free(again, 7)
     pool.spoil(again)
-    assert pool.drain_events() == [BlockEvent(name(0), stored=False)]
+    assert pool.drain_events() == [BlockEvent(name(0), stored=False, was_whole=True)]
     pool.check_integrity()
 
 

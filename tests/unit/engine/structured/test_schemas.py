@@ -178,6 +178,18 @@ def test_what_is_not_known_is_refused_wherever_it_stands(schema: Any) -> None:
         assert check(place, random.Random(1)) == "refused"
 
 
+def test_a_oneof_that_is_refused_says_what_to_write_instead() -> None:
+    def refusal(*branches: dict[str, Any]) -> str:
+        return refusal_of(msgspec.json.encode({"grammars": [schema_part({"oneOf": branches})]}).decode())
+
+    why = refusal({"type": "integer"}, {"type": "number"})
+    assert why.startswith("oneOf constraints are not supported. Take anyOf, or ")
+    assert "option" not in why
+    assert not refusal({"type": "integer"}, {"type": "string"}), "of other types"
+    objects = [{"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in "ab"]
+    assert not refusal(*objects), "with a required const each"
+
+
 @pytest.mark.parametrize("schema", [{"$ref": "#"}, {"anyOf": [{"$ref": "#"}]}, {"$ref": "#/$defs/round"}], ids=str)
 def test_a_schema_that_is_nothing_but_itself_is_refused(schema: Any) -> None:
     whole = {**schema, "$defs": {"round": {"$ref": "#/$defs/round"}}}

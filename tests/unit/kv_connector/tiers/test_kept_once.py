@@ -136,6 +136,22 @@ def test_window_blocks_that_host_memory_lacks_are_kept_for_what_it_has_behind_th
     assert not back.is_only_way(A), "it is as bare there"
 
 
+@pytest.mark.parametrize(("is_whole", "is_end", "is_lost"), [(True, False, 1), (True, True, 0), (False, False, 0)])
+def test_a_whole_block_that_ages_is_lost_if_its_keeper_has_no_window_blocks(
+    is_whole: bool, is_end: bool, is_lost: int
+) -> None:
+    kept, pool = KeptElsewhere(lambda: 0.0), BlockPool(4, enable_caching=True, window=BlockWindow(3, 1, 1))
+    back = WriteBack(pool, TierIndex(4), None, lambda event: None, 8, kept)
+    [block_id] = pool.allocate(1, 0 if is_whole else 1) or []
+    pool.register(block_id, A)
+    pool.free([block_id], None, 0 if is_whole else 1)
+    back.on_turn(pool.drain_events(), is_idle=False)
+    kept.answer((A,), 0.0, (A,) if is_end else ())
+    pool.allocate(2)
+    back.on_turn(pool.drain_events(), is_idle=False)
+    assert (back.counters.blocks_left, back.counters.blocks_lost) == (1 - is_lost, is_lost)
+
+
 def record(node_id: str, host: str = "127.0.0.1") -> NodeRecord:
     return NodeRecord(node_id=node_id, epoch=1, role="unified", control_address=f"tcp://{host}:1", identity_key=b"m")
 

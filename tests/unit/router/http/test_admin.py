@@ -106,6 +106,8 @@ def test_a_node_that_drains_gets_nothing_until_that_is_undone(
     assert json.loads(capsys.readouterr().out)["state"] == "serving"
     assert main(["role", "n1", "prefill", *flags]) == 2
     assert "--placement elastic" in capsys.readouterr().err
+    assert main(["role", "n1", "foo", *flags]) == 2
+    assert "tandem role NODE prefill|decode|unified; 'foo' is no role" in capsys.readouterr().err
     assert main(["drain", *flags]) == main(["drain", "n9", *flags]) == 2
     assert "n0, n1" in capsys.readouterr().err
 

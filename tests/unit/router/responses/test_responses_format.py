@@ -55,6 +55,15 @@ def test_a_body_becomes_a_prompt_or_one_error(chat: Chat, number: int) -> None:
     assert num_read > number // 20
 
 
+def test_two_formats_of_one_answer_are_refused() -> None:
+    both = {"input": "a", "text": {"format": {"type": "json_object"}}, "response_format": {"type": "json_object"}}
+    with pytest.raises(InvalidRequestError, match=r"text\.format and response_format .*; give one") as raised:
+        parse_responses(BodyReader(), msgspec.json.encode(both))
+    assert raised.value.param == "text"
+    for one in ({"text": {"verbosity": "medium"}}, {"response_format": None}):
+        parse_responses(BodyReader(), msgspec.json.encode({**both, **one}))
+
+
 def test_what_an_assistant_did_in_one_go_is_one_message() -> None:
     user = {"role": "user", "content": "a"}
     roles = [message["role"] for message in messages_of([user, REASONING, SAID, CALL, CALL, RESULT, SAID], "be")]
