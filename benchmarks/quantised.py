@@ -32,7 +32,7 @@ from tandem.kernels.products.matmul_plans import (
     RowsPlan,
     StreamPlan,
 )
-from tandem.kernels.products.quantised_plans import Int4RowPlan, QuantisedPlan, choose_plan
+from tandem.kernels.products.quantised_plans import Int4RingPlan, Int4RowPlan, QuantisedPlan, choose_plan
 from tandem.kernels.products.quantised_weight import FP8, QuantisedWeight, quantise_fp8, quantise_int4
 
 AnyPlan = quantised.AnyPlan | None  # None: whatever `linear` takes
@@ -81,13 +81,20 @@ def candidates(kind: str, rows: int, outputs: int, inputs: int) -> Iterator[Quan
                 yield base._replace(tile_n=tile_n, warps=warps, stages=stages, splits=splits)
 
 
-def hopper_candidates(kind: str, rows: int, outputs: int, inputs: int) -> Iterator[Plan | Int4RowPlan]:
+def hopper_candidates(kind: str, rows: int, outputs: int, inputs: int) -> Iterator[Plan | Int4RowPlan | Int4RingPlan]:
     """Plans of the Hopper kernels worth trying, for a table tuned to a device."""
     if rows == 1 and kind == "int4":
         for of_warp, warps, tiles, ahead in itertools.product((2, 4, 8), (4, 8), (1, 2, 4), (1, 2, 4, 8)):
             programs = outputs // (of_warp * warps * tiles)
             if of_warp * ahead <= 16 and (tiles == 1 or programs >= MULTIPROCESSORS):
                 yield Int4RowPlan(of_warp, warps, tiles, ahead)
+    elif kind == "int4":
+        tile_m = next(tile for tile in (16, 32, 64, 128) if rows <= tile or tile == 128)
+        for height, splits in itertools.product((64, 128), (1, 2, 3, 4, 6, 8)):
+            plan, more = Int4RingPlan(height, tile_m, 0, splits), Int4RingPlan(height, tile_m, 1, splits)
+            stages = (SHARED_BYTES - 1024 - plan.shared_bytes) // (more.shared_bytes - plan.shared_bytes)
+            if splits == 1 or plan.grid(rows, outputs) <= 2 * MULTIPROCESSORS:
+                yield plan._replace(stages=min(stages, 8))
     elif rows == 1:
         for tile_n in (2, 4, 8):
             yield from (RowsPlan(tile_n, 512 * warps, warps) for warps in (1, 2, 4))

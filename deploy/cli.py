@@ -40,6 +40,7 @@ from tandem.deploy.options import (
 )
 from tandem.engine.contracts.config import NodeOptions, RouterOptions, Timeouts
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.process.collector import collect_rarely
 from tandem.engine.process.descriptors import raise_descriptor_limit
 from tandem.engine.process.version import version
 
@@ -236,6 +237,7 @@ def run_router(arguments: argparse.Namespace) -> int:
 def _run_node(role: Any) -> Run:
     def run(arguments: argparse.Namespace) -> int:
         options = build(NodeOptions, _checked(from_command_line(NODE_OPTIONS, arguments)), role=role)
+        collect_rarely()
         if role == "prefill":
             from tandem.prefill_node.main import run_node as run_prefill_node
 

@@ -14,6 +14,12 @@ settings.load_profile("any machine")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# What is imported and collected stays, and the garbage collector would look through it again and again: most of the
+# time that a collection takes.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Has the garbage collector leave out what lives on: six thousand tests, torch and transformers."""
     gc.freeze()
+    gc.enable()

@@ -23,6 +23,7 @@ from tandem.kernels.products.matmul_device import is_hopper, shared_bytes_of, wo
 from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, Plan, RowsPlan, StreamPlan
 from tandem.kernels.products.quantised_plans import (
     MOST_TILES,
+    Int4RingPlan,
     Int4RowPlan,
     QuantisedPlan,
     choose_hopper_plan,
@@ -33,7 +34,7 @@ from tandem.kernels.products.quantised_weight import FP8, FP8_MAX, QuantisedWeig
 PREFERRED_SCALED_ROWS = 129  # from here torch's fp8 products come before the kernel, whose tiles are 128; a guess
 LEAST_SCALED_ROWS = 17  # below, torch's fp8 products need padding; and few rows are the kernel's
 
-AnyPlan = QuantisedPlan | Int4RowPlan | Plan
+AnyPlan = QuantisedPlan | Int4RowPlan | Int4RingPlan | Plan
 
 
 class RoundedRows(NamedTuple):
@@ -183,7 +184,8 @@ def _chosen(
     of_weight = group, bits, scale_dtype, dtype, device
     shared_bytes = shared_bytes_of(device)
     may_round = dtype == torch.bfloat16
-    if may_round and is_hopper(device) and (num_rows == 1 or scale_dtype == torch.float32):
+    of_rows = may_round and (num_rows == 1 or scale_dtype == torch.float32)
+    if is_hopper(device) and (of_rows or (bits == 4 and num_rows > 1)):
         tuned = choose_hopper_plan(num_rows, *shape, group, bits)
         if tuned is not None and _is_right(tuned, shape[1], *of_weight, silu):
             return tuned
@@ -199,7 +201,9 @@ def _chosen(
 
 
 def _takes_rounded(plan: AnyPlan) -> bool:
-    return plan.rounded if isinstance(plan, QuantisedPlan) else not isinstance(plan, RowsPlan | Int4RowPlan)
+    return (
+        plan.rounded if isinstance(plan, QuantisedPlan) else not isinstance(plan, RowsPlan | Int4RowPlan | Int4RingPlan)
+    )
 
 
 @functools.cache
@@ -259,7 +263,10 @@ def _by_plan(
         return out
     from tandem.kernels.triton_kernels.products import matmul_launch  # Gluon's, which not every Triton has
 
-    if isinstance(plan, Int4RowPlan):
+    if isinstance(plan, Int4RingPlan):
+        words = workspace_of(device).words
+        matmul_launch.launch_ring_int4(plan, x, weight, out, words, bias_N=bias_N, silu=silu)
+    elif isinstance(plan, Int4RowPlan):
         matmul_launch.launch_rows_int4(plan, x, weight, out, bias_N=bias_N, silu=silu)
     elif isinstance(plan, RowsPlan):
         matmul_launch.launch_rows_scaled(plan, x, weight, out, bias_N=bias_N, silu=silu)

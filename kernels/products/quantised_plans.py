@@ -13,6 +13,7 @@ from tandem.kernels.products.matmul_plans import (
     MANY_STEPS,
     MULTIPROCESSORS,
     SHARED_BYTES,
+    WORKSPACE_WORDS,
     Plan,
     RingPlan,
     RowsPlan,
@@ -32,6 +33,9 @@ MANY_INPUTS = 8192
 MANY_TILES = 96  # of 64 outputs
 FEW_REGISTERS = 128  # of a thread: docs/measurements.md#weights-of-8-and-4-bits
 PROGRAMS_OF_FEW_REGISTERS = 4 * MULTIPROCESSORS  # that run at once; likewise
+INT4_TILE_K = 128  # inputs at once of matmul_ring_int4.py
+INT4_LEAST_STEPS = 10  # of a part there: docs/measurements.md#many-rows-over-4-bits
+MOST_RING_ROWS = 256  # over 4 bits; likewise
 MOST_TILES = 1 << 16  # for whose arrivals there is room
 
 
@@ -89,6 +93,39 @@ class Int4RowPlan(NamedTuple):
         return num_rows == 1 and fits and whole and has_steps and in_turns
 
 
+class Int4RingPlan(NamedTuple):
+    """The constants of triton_kernels/products/matmul_ring_int4.py: tensor cores, a loading warp, two multiplying
+    warpgroups, a tile or a part of its inputs for each program."""
+
+    height: int  # outputs of a warpgroup: 64 or 128
+    tile_m: int
+    stages: int
+    splits: int = 1
+
+    @property
+    def tile_n(self) -> int:
+        return 2 * self.height
+
+    @property
+    def shared_bytes(self) -> int:
+        stage = INT4_TILE_K * (self.tile_n // 2 + self.tile_m * 2) + 16
+        return self.stages * stage + self.tile_n * self.tile_m * 2
+
+    def lanes(self, num_rows: int) -> int:
+        return -(-num_rows // self.tile_m)
+
+    def grid(self, num_rows: int, num_outputs: int) -> int:
+        return num_outputs // self.tile_n * self.splits * self.lanes(num_rows)
+
+    def is_valid(self, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
+        """Whether tiles and sums fit a multiprocessor, and the workspace holds what parts leave."""
+        sums = self.height * self.tile_m // 128  # registers of a thread, twice
+        left = self.grid(num_rows, num_outputs) * self.tile_n * self.tile_m if self.splits > 1 else 0
+        fits = sums <= 64 and self.shared_bytes <= SHARED_BYTES and left <= WORKSPACE_WORDS
+        whole = num_outputs % self.tile_n == 0 == num_inputs % INT4_TILE_K
+        return fits and whole and self.splits <= num_inputs // INT4_TILE_K
+
+
 def choose_plan(
     num_rows: int, num_outputs: int, num_inputs: int, group: int, bits: int, *, may_round: bool = True
 ) -> QuantisedPlan | None:
@@ -129,13 +166,16 @@ def _splits(tiles: int, steps: int, *, is_narrow: bool) -> int:
 
 def choose_hopper_plan(
     num_rows: int, num_outputs: int, num_inputs: int, group: int, bits: int
-) -> Plan | Int4RowPlan | None:
-    """A plan of the Hopper kernels, for activations in bf16: of one row, and of more over fp8 with a scale an output.
+) -> Plan | Int4RowPlan | Int4RingPlan | None:
+    """A plan of the Hopper kernels: of one row, of some ten to 256 over 4 bits, and of 2 to 256 over fp8 with a scale
+    an output. Those over 4 bits of several rows take bf16 and fp16, others bf16.
     Plans: docs/measurements.md#weights-of-8-and-4-bits."""
     sizes = num_rows, num_outputs, num_inputs
-    plans: Sequence[Plan | Int4RowPlan] = ()
+    plans: Sequence[Plan | Int4RowPlan | Int4RingPlan] = ()
     if num_rows == 1 and bits == 4 and group % 32 == 0:
         plans = _int4_plans(num_outputs, num_inputs)
+    elif 1 < num_rows <= MOST_RING_ROWS and bits == 4 and group % INT4_TILE_K == 0:
+        plans = _int4_ring_plans(*sizes)
     elif num_rows == 1 and bits == 8 and num_outputs % 16 == 0 and group % 32 == 0:
         warps_of = (4, 2, 1) if num_outputs * num_inputs <= SMALL else (2, 1)
         plans = [RowsPlan(4, 512 * warps, warps) for warps in warps_of]
@@ -151,6 +191,21 @@ def _int4_plans(num_outputs: int, num_inputs: int) -> list[Int4RowPlan]:
         return small
     plans = [Int4RowPlan(4, 8, 1, 2), *small]
     return [Int4RowPlan(4, 8, 4, 2), *plans] if num_outputs >= MANY_OUTPUTS else plans
+
+
+def _int4_ring_plans(num_rows: int, num_outputs: int, num_inputs: int) -> list[Int4RingPlan]:
+    """The plans that were measured (docs/measurements.md#many-rows-over-4-bits); none where others are as fast, or
+    where tiles are few."""
+    if num_outputs >= MANY_OUTPUTS and num_rows > 16:
+        if num_rows <= 64:
+            return [Int4RingPlan(128, 32, 8) if num_rows <= 32 else Int4RingPlan(128, 64, 6)]
+        return [Int4RingPlan(64, 128, 4)]
+    if num_rows <= 32:
+        return []
+    plan = Int4RingPlan(64, 64, 8) if num_rows <= 64 else Int4RingPlan(64, 128, 4)
+    tiles = max(plan.grid(num_rows, num_outputs), 1)
+    splits = max(1, min(MULTIPROCESSORS // tiles, num_inputs // INT4_TILE_K // INT4_LEAST_STEPS))
+    return [plan._replace(splits=splits)] if tiles * splits >= MULTIPROCESSORS // 2 else []
 
 
 def _tensor_core_plans(num_rows: int, num_outputs: int, num_inputs: int) -> list[Plan]:

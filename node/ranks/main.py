@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tandem.engine.process.collector import collect_rarely
 from tandem.engine.process.process_log import start_log
 from tandem.engine.process.process_name import name_process
 
@@ -39,6 +40,7 @@ def main(fd: str, parent_pid: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains and then closes the socket
         signal.signal(number, signal.SIG_IGN)
     start_log()
+    collect_rarely()
     try:
         _run(socket.socket(fileno=int(fd)))
         code = 0

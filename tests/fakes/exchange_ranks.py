@@ -1,7 +1,7 @@
 """Ranks that send tokens to each other's experts through memory they share, each a process of its own: on a CPU in host
 memory, kernels under Triton's interpreter.
 
-Run as a script: `exchange_ranks.py RANK RANKS FILE`, where FILE holds everyone's memory, and a byte a rank, zeroed; or
+Run as a script: `exchange_ranks.py RANKS FILE`, where FILE holds everyone's memory, and a byte a rank, zeroed; or
 on GPUs `exchange_ranks.py RANK RANKS PORT gpu`, where rank 0 prints a line of JSON: rows -> us of an exchange, there
 and back, without experts.
 """
@@ -12,10 +12,12 @@ import json
 import mmap
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from gpu_ranks import graph_of, microseconds, said_by_rank_0
+from interpreted_ranks import fork_ranks
 
 from tandem.kernels.experts.exchange import (
     Arrived,
@@ -96,9 +98,7 @@ def check_exchange(mail: ExpertMail, number: int, counts: tuple[int, ...], capac
     assert torch.equal(out, combine_twin(own)), f"exchange {number}: another sum"
 
 
-def _exchange(rank: int, num_ranks: int, path: str) -> None:
-    import interpreted_once  # noqa: F401  # for what it does
-
+def _exchange(num_ranks: int, path: str, rank: int) -> None:
     with open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
     everything = torch.frombuffer(memory, dtype=torch.uint8)
@@ -166,4 +166,4 @@ if __name__ == "__main__":
 
         _on_gpu(*map(int, sys.argv[1:4]))
         os._exit(0)  # others may still read what is shown to them
-    _exchange(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    fork_ranks(int(sys.argv[1]), partial(_exchange, int(sys.argv[1]), sys.argv[2]))

@@ -19,6 +19,7 @@ import msgspec
 
 from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.process.collector import collect_rarely
 from tandem.kv_connector.transports.base import Write
 
 
@@ -85,6 +86,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries' own lines go to stderr: UCX logs to stdout
     sys.path.insert(0, str(Path(__file__).parent))
+    collect_rarely()
     from kv_pools import MEGABYTE_BLOCKS, PoolNode
 
     node_id, transport, seed, num_blocks, device = sys.argv[1:]

@@ -1,14 +1,16 @@
 """Ranks that exchange mail in host memory they share, each a process of its own, kernels under Triton's interpreter.
 
-Run as a script: `mail_ranks.py RANK RANKS FILE`, where FILE holds everyone's mail, zeroed.
+Run as a script: `mail_ranks.py RANKS FILE`, where FILE holds everyone's mail, zeroed.
 """
 
 from __future__ import annotations
 
 import mmap
 import sys
+from functools import partial
 
 import torch
+from interpreted_ranks import fork_ranks
 
 from tandem.kernels.products.all_reduce import MailLayout
 
@@ -35,9 +37,7 @@ def logits_of(number: int, num_rows: int, num_ranks: int) -> torch.Tensor:
     return torch.randint(0, 12, (num_rows, num_ranks * SHARD), generator=generator).float()
 
 
-def _exchange(rank: int, num_ranks: int, path: str) -> None:
-    import interpreted_once  # noqa: F401  # for what it does
-
+def _exchange(num_ranks: int, path: str, rank: int) -> None:
     from tandem.kernels.products.all_reduce import Mail, argmax_of_shards, sum_add_rms_norm, sum_add_rms_norm_twin
 
     with open(path, "r+b") as file:
@@ -67,4 +67,4 @@ def _exchange(rank: int, num_ranks: int, path: str) -> None:
 
 
 if __name__ == "__main__":
-    _exchange(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    fork_ranks(int(sys.argv[1]), partial(_exchange, int(sys.argv[1]), sys.argv[2]))

@@ -9,6 +9,7 @@ Input: {"model", "sizes": [ranks of each engine, one after another; negative: th
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
 from tandem.engine.contracts.hashing import root_hash
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.process.collector import collect_rarely
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.request import FailedEvent, PromptLogprobsEvent, Request, TokensEvent
@@ -126,7 +128,9 @@ def run_in_child(spec: dict[str, Any], timeout_s: float = 4 * PATIENCE_S) -> lis
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)
+    collect_rarely()
     results = [run_engine(given, size) for size in given["sizes"]]
     slow = set() if "transformers" in sys.modules else {"torch._dynamo", "sympy"} & sys.modules.keys()
     assert not slow, f"the engine imported {slow}, which takes seconds of every start"
-    print(json.dumps(results))
+    print(json.dumps(results), flush=True)
+    os._exit(0)  # to take torch apart takes half a second

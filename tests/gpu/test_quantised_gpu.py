@@ -15,8 +15,9 @@ from in_process_cluster import client_of, cuda_pair
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.kernels.products import quantised
 from tandem.kernels.products.fused_ops import add_rms_norm, silu_mul
+from tandem.kernels.products.matmul_device import workspace_of
 from tandem.kernels.products.matmul_plans import RingPlan, RowsPlan, StreamPlan
-from tandem.kernels.products.quantised_plans import Int4RowPlan
+from tandem.kernels.products.quantised_plans import Int4RingPlan, Int4RowPlan
 from tandem.kernels.products.quantised_weight import QuantisedWeight, quantise_fp8, quantise_int4
 from tiny_models import random_prompt, tiny_model
 
@@ -76,6 +77,27 @@ def test_one_row_goes_by_whole_outputs(kind: str, outputs: int, inputs: int) -> 
     assert relative_error(quantised.linear(x, weight, silu=True), silu_mul(product, 8)) < 6e-3
     x[0, 5] = torch.nan
     assert quantised.linear(x, weight).isnan().all()
+
+
+@ON_HOPPER[1]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (28672, 4096), (4096, 14336)])
+def test_many_rows_over_4_bits_go_by_tensor_cores(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    weight = weight_of("int4 in groups", outputs, inputs)
+    whole = weight.dequantised(torch.float32)
+    for rows in (20, 33, 64, 100, 130, 256):
+        x = torch.randn(rows, inputs, device=CUDA).to(dtype)
+        for silu in (False, True):
+            serves = rows > 32 or outputs == 28672
+            assert isinstance(quantised._plan(x, weight, silu=silu), Int4RingPlan) == serves, "failed its trial"
+        product = functional.linear(x.float(), whole)
+        assert relative_error(quantised.linear(x, weight), product) < 5e-3
+        assert relative_error(quantised.linear(x, weight, silu=True), silu_mul(product, 8)) < 6e-3
+        x[3, 5] = torch.nan
+        spoilt = quantised.linear(x, weight).isnan()
+        assert spoilt[3].all()
+        assert spoilt.sum() == outputs
+    workspace_of(CUDA).check_integrity()
 
 
 @ON_HOPPER[1]

@@ -172,8 +172,10 @@ def test_a_mixture_of_e2m1_with_biases_is_what_its_dequantised_experts_make(
         return stacked_mxfp4(codes, exponents, torch.randn(4, num_outputs))
 
     gate_up, down, clamp = stack(128, 160), stack(160, 64), Clamp(1.702, 7.0)
-    x, weights = (torch.randn(5, 160) / 40).to(dtype), torch.rand(5, 2)
-    ids = torch.stack([torch.randperm(4)[:2] - 1 for _ in range(5)]).int()
+    num_tokens = 3 if isinstance(product, E2m1Plan) else 5  # it takes pairs one by one
+    x, weights = (torch.randn(num_tokens, 160) / 40).to(dtype), torch.rand(num_tokens, 2)
+    ids = torch.stack([torch.randperm(4)[:2] - 1 for _ in range(num_tokens)]).int()
+    assert (ids < 0).any()
     made = launch(MixturePlan(product, product), x, ids, weights, gate_up, down, clamp=clamp)
     expected = twins.mixture(x.float(), ids, weights, gate_up, down, clamp=clamp)
     if dtype == torch.float32:

@@ -21,9 +21,10 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from tandem.kernels.products import matmul  # noqa: E402
 from tandem.kernels.products.matmul_plans import SHARED_BYTES, Plan, RingPlan, RowsPlan, StreamPlan, parse_table  # noqa: E402
-from tandem.kernels.products.quantised_plans import Int4RowPlan, choose_hopper_plan  # noqa: E402
+from tandem.kernels.products.quantised_plans import INT4_TILE_K, Int4RingPlan, Int4RowPlan, choose_hopper_plan  # noqa: E402
 from tandem.kernels.triton_kernels.products import matmul_launch  # noqa: E402
 from tandem.kernels.triton_kernels.products.matmul_ring import matmul_ring_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.products.matmul_ring_int4 import matmul_ring_int4_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.products.matmul_rows import matmul_rows_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.products.matmul_rows_int4 import matmul_rows_int4_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.products.matmul_rows_scaled import matmul_rows_scaled_kernel  # noqa: E402
@@ -56,7 +57,7 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-NAMES = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv"}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv", torch.int32: "i32"}
 
 
 def descriptor(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> str:
@@ -200,6 +201,36 @@ def test_one_row_over_4_bits_compiles(inputs: int, flags: dict[str, bool]) -> No
     before, _, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
     assert before.count("ld.global") >= plan.outputs  # its first weights
     assert after.count("dp4a") >= plan.outputs * inputs // 32 // 2  # four numbers of two bytes each
+    assert compiled.metadata.shared <= SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "dtype", "flags"),
+    [
+        (64, 28672, 4096, torch.bfloat16, {"silu": True}),
+        (32, 28672, 4096, torch.float16, {"silu": True}),
+        (128, 4096, 14336, torch.bfloat16, {"has_bias": True}),
+        (64, 4096, 4096, torch.float16, {}),
+    ],
+)
+def test_many_rows_over_4_bits_compile(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype, flags: dict[str, bool]
+) -> None:
+    """A lane unpacks what it multiplies: the compiler refuses an exchange, which would take longer than the product."""
+    plan = choose_hopper_plan(rows, outputs, inputs, 128, 4)
+    assert isinstance(plan, Int4RingPlan)
+    types = {
+        "w_desc": descriptor(plan.height, INT4_TILE_K // 8, torch.int32),
+        "x_desc": descriptor(plan.tile_m, INT4_TILE_K, dtype),
+        "y_desc": descriptor(*matmul_launch.ring_int4_y_tile(plan, flags.get("silu", False)), dtype),
+        **dict.fromkeys(("scales", "zeros"), "*fp16"), "bias": "*bf16", "workspace": "*i32",
+    }  # fmt: skip
+    compiled = compile_kernel(
+        matmul_ring_int4_kernel, types, matmul_launch.ring_int4_constants(plan, inputs, 128, **flags)
+    )
+    before = compiled.asm["ptx"].partition("griddepcontrol.launch_dependents")[0]
+    assert "cp.async.bulk.tensor" in before  # its first words
+    assert f"wgmma.mma_async.sync.aligned.m64n{plan.tile_m}k16.f32" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= SHARED_BYTES
 
 

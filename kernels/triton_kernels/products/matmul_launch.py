@@ -10,17 +10,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tandem.kernels.products.matmul_plans import MANY_STEPS, Plan, RingPlan, RowsPlan, StreamPlan
-from tandem.kernels.products.quantised_plans import Int4RowPlan
+from tandem.kernels.products.quantised_plans import INT4_TILE_K, Int4RingPlan, Int4RowPlan
 from tandem.kernels.products.quantised_weight import QuantisedWeight
 from tandem.kernels.triton_kernels.common import next_power_of_2
 from tandem.kernels.triton_kernels.products.matmul_ring import matmul_ring_kernel
+from tandem.kernels.triton_kernels.products.matmul_ring_int4 import matmul_ring_int4_kernel
 from tandem.kernels.triton_kernels.products.matmul_rows import matmul_rows_kernel
 from tandem.kernels.triton_kernels.products.matmul_rows_int4 import matmul_rows_int4_kernel
 from tandem.kernels.triton_kernels.products.matmul_rows_scaled import matmul_rows_scaled_kernel
 from tandem.kernels.triton_kernels.products.matmul_stream import matmul_stream_kernel
 
 LATE_REGISTERS = 96  # of a thread; docs/measurements.md#adapters
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv, torch.int32: gl.int32,
+}  # fmt: skip
 Scales = tuple[torch.Tensor, torch.Tensor]  # of outputs and of rows, fp32 [N] and [M], contiguous
 
 
@@ -181,6 +184,47 @@ def rows_int4_constants(
         "OUTPUTS": plan.outputs, "TILES": plan.tiles, "STEPS": num_inputs // 1024, "AHEAD": plan.ahead,
         "GROUP": group or num_inputs, "ROOM": plan.room(num_inputs),
         "HAS_BIAS": has_bias, "SILU": silu, "num_warps": plan.warps, "maxnreg": plan.registers,
+    }  # fmt: skip
+
+
+def launch_ring_int4(
+    plan: Int4RingPlan,
+    x_MK: torch.Tensor,
+    weight: QuantisedWeight,
+    out_MN: torch.Tensor,
+    workspace: torch.Tensor,
+    *,
+    bias_N: torch.Tensor | None,
+    silu: bool,
+) -> None:
+    """out = x @ weight^T (+ bias, or gated) in 16 bits, over 4 bits. Rows of x start at multiples of 16 bytes."""
+    (num_rows, num_inputs), (num_outputs, _), scales, zeros = x_MK.shape, weight.shape, weight.scales, weight.zeros
+    assert plan.is_valid(num_rows, num_outputs, num_inputs), f"{plan} for {num_rows} rows of {weight.shape}"
+    assert weight.group % INT4_TILE_K == 0, f"groups of {weight.group}"
+    assert zeros is not None, "numbers of 4 bits"
+    assert scales.stride() == zeros.stride(), "scales and zeros lie differently"
+    assert scales.stride(0) % 8 == 0, "scales of groups must start at multiples of 8"
+    matmul_ring_int4_kernel[(plan.grid(num_rows, num_outputs),)](
+        _describe(weight.words, plan.height, INT4_TILE_K // 8),
+        _describe(x_MK, plan.tile_m, INT4_TILE_K),
+        _describe(out_MN, *ring_int4_y_tile(plan, silu)),
+        scales, zeros, scales if bias_N is None else bias_N, workspace, num_outputs, num_rows,
+        num_inputs // INT4_TILE_K, plan.lanes(num_rows), scales.stride(0) // 8, launch_pdl=True,
+        **ring_int4_constants(plan, num_inputs, weight.group, has_bias=bias_N is not None, silu=silu),
+    )  # fmt: skip
+
+
+def ring_int4_y_tile(plan: Int4RingPlan, silu: bool) -> tuple[int, int]:
+    return plan.tile_m, plan.height // 2 if silu else plan.height
+
+
+def ring_int4_constants(
+    plan: Int4RingPlan, num_inputs: int, group: int, *, has_bias: bool = False, silu: bool = False
+) -> dict[str, Any]:
+    return {
+        "HEIGHT": plan.height, "TILE_M": plan.tile_m, "STAGES": plan.stages,
+        "GROUP": group or num_inputs, "SPLITS": plan.splits, "HAS_BIAS": has_bias, "SILU": silu,
+        "GROUP_REGISTERS": 232, "LOADER_REGISTERS": 40, "num_warps": 4,
     }  # fmt: skip
 
 

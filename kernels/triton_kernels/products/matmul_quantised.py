@@ -17,6 +17,46 @@ import triton.language as tl
 from tandem.kernels.triton_kernels.common import INTERPRETED, begin, dot
 
 SILU_GROUP: tl.constexpr = tl.constexpr(8)  # gate and up rows alternate in groups of 8
+# What `eight_numbers` does of a word and of two negated zero points, in bf16 and fp16.
+EIGHT_BF16: tl.constexpr = tl.constexpr(
+    """{ .reg .b32 a, b, c, d, m, o;
+            mov.b32 m, 0x43004300;
+            mov.b32 o, 0x3f803f80;
+            shr.b32 b, $8, 4;
+            shr.b32 c, $8, 8;
+            shr.b32 d, $8, 12;
+            lop3.b32 a, $8, 0x000f000f, m, 0xea;
+            lop3.b32 b, b, 0x000f000f, m, 0xea;
+            lop3.b32 c, c, 0x000f000f, m, 0xea;
+            lop3.b32 d, d, 0x000f000f, m, 0xea;
+            fma.rn.bf16x2 a, a, o, $9;
+            fma.rn.bf16x2 b, b, o, $9;
+            fma.rn.bf16x2 c, c, o, $9;
+            fma.rn.bf16x2 d, d, o, $9;
+            mov.b32 {$0, $4}, a;
+            mov.b32 {$1, $5}, b;
+            mov.b32 {$2, $6}, c;
+            mov.b32 {$3, $7}, d; }"""
+)
+EIGHT_FP16: tl.constexpr = tl.constexpr(
+    """{ .reg .b32 a, b, c, d, m;
+            mov.b32 m, 0x64006400;
+            shr.b32 b, $8, 4;
+            shr.b32 c, $8, 8;
+            shr.b32 d, $8, 12;
+            lop3.b32 a, $8, 0x000f000f, m, 0xea;
+            lop3.b32 b, b, 0x000f000f, m, 0xea;
+            lop3.b32 c, c, 0x000f000f, m, 0xea;
+            lop3.b32 d, d, 0x000f000f, m, 0xea;
+            sub.rn.f16x2 a, a, $9;
+            sub.rn.f16x2 b, b, $9;
+            sub.rn.f16x2 c, c, $9;
+            sub.rn.f16x2 d, d, $9;
+            mov.b32 {$0, $4}, a;
+            mov.b32 {$1, $5}, b;
+            mov.b32 {$2, $6}, c;
+            mov.b32 {$3, $7}, d; }"""
+)
 
 
 @triton.jit
@@ -54,47 +94,14 @@ def eight_numbers(words, zero, DTYPE: tl.constexpr):
         )  # fmt: skip
     elif tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 a, b, c, d, m, o;
-            mov.b32 m, 0x43004300;
-            mov.b32 o, 0x3f803f80;
-            shr.b32 b, $8, 4;
-            shr.b32 c, $8, 8;
-            shr.b32 d, $8, 12;
-            lop3.b32 a, $8, 0x000f000f, m, 0xea;
-            lop3.b32 b, b, 0x000f000f, m, 0xea;
-            lop3.b32 c, c, 0x000f000f, m, 0xea;
-            lop3.b32 d, d, 0x000f000f, m, 0xea;
-            fma.rn.bf16x2 a, a, o, $9;
-            fma.rn.bf16x2 b, b, o, $9;
-            fma.rn.bf16x2 c, c, o, $9;
-            fma.rn.bf16x2 d, d, o, $9;
-            mov.b32 {$0, $4}, a;
-            mov.b32 {$1, $5}, b;
-            mov.b32 {$2, $6}, c;
-            mov.b32 {$3, $7}, d; }""",
+            EIGHT_BF16,
             "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, (zero + 0xC300) * 0x10001],
             (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             True, 1,
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 a, b, c, d, m;
-            mov.b32 m, 0x64006400;
-            shr.b32 b, $8, 4;
-            shr.b32 c, $8, 8;
-            shr.b32 d, $8, 12;
-            lop3.b32 a, $8, 0x000f000f, m, 0xea;
-            lop3.b32 b, b, 0x000f000f, m, 0xea;
-            lop3.b32 c, c, 0x000f000f, m, 0xea;
-            lop3.b32 d, d, 0x000f000f, m, 0xea;
-            sub.rn.f16x2 a, a, $9;
-            sub.rn.f16x2 b, b, $9;
-            sub.rn.f16x2 c, c, $9;
-            sub.rn.f16x2 d, d, $9;
-            mov.b32 {$0, $4}, a;
-            mov.b32 {$1, $5}, b;
-            mov.b32 {$2, $6}, c;
-            mov.b32 {$3, $7}, d; }""",
+            EIGHT_FP16,
             "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, (zero + 0x6400) * 0x10001],
             (tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
             True, 1,
