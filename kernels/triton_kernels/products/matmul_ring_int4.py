@@ -35,7 +35,7 @@ GROUPS: gl.constexpr = gl.constexpr(2)  # warpgroups that multiply
 
 @gluon.jit
 def eight_numbers(words, zero, dtype: gl.constexpr):
-    """As in matmul_quantised.py."""
+    """The eight numbers of words, less their zero points: as in matmul_quantised.py."""
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             EIGHT_BF16, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, (zero + 0xC300) * 0x10001],
