@@ -8,6 +8,6 @@ STARTING = (50_000, 20, 100)  # guesses
 
 
 def collect_rarely() -> None:
-    """To be called before torch is imported: what it and transformers make as they are imported stays, and to look
-    through it again and again is a tenth of a start, a fifth where transformers' modules are imported."""
+    """Has it look rarely. To be called before torch is imported: what that makes stays, as does what transformers'
+    modules make, and to look through it again and again would be a tenth of a start, or a fifth."""
     gc.set_threshold(*STARTING)

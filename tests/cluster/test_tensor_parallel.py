@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +124,25 @@ def test_ranks_give_up_a_step_of_a_model_of_transformers(family: str) -> None:
         node.stop()
 
 
-@pytest.mark.parametrize(("rank", "at"), [(1, "graph"), (0, "last"), (1, "last")])
-def test_ranks_give_up_a_prompt_of_graphs_together_and_go_on(rank: int, at: str) -> None:
+FAULTS = [
+    {"rank": rank, "num_tokens": num, "at": at}
+    for rank, num, at in ((1, 33, "graph"), (0, 34, "last"), (1, 35, "last"))
+]
+
+
+@pytest.fixture(scope="module")
+def failing_node() -> Iterator[NodeChild]:
+    node = NodeChild(("decode",), "auto", num_ranks=2, model=str(tiny_model("llama")), faults=FAULTS)
+    yield node
+    node.stop()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=["1-graph", "0-last", "1-last"])
+def test_ranks_give_up_a_prompt_of_graphs_together_and_go_on(failing_node: NodeChild, fault: dict[str, Any]) -> None:
     """The other rank exchanges as many rows as its graphs have, 64, and behind them as many as are wanted, one."""
-    model, prompt = tiny_model("llama"), random_prompt(33, 1)
-    faults = [{"rank": rank, "num_tokens": 33, "at": at}]
-    node = NodeChild(("decode",), "auto", num_ranks=2, model=str(model), faults=faults)
-    (info,), client = node.infos, Client(node.infos[0])
+    num_tokens = fault["num_tokens"]
+    model, prompt = tiny_model("llama"), random_prompt(num_tokens, num_tokens)
+    (info,), client = failing_node.infos, Client(failing_node.infos[0])
     sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
     def tokens_of(name: str, asked: list[int]) -> list[int]:
@@ -139,16 +152,15 @@ def test_ranks_give_up_a_prompt_of_graphs_together_and_go_on(rank: int, at: str)
         return result.output()
 
     try:
-        other = random_prompt(40, 2)
-        check_greedy(model, other, tokens_of("before", other), 8)
-        lost = client.submit("lost", prompt, sampling, decode=info)
+        other = random_prompt(40, num_tokens + 100)  # no test finds another's in the cache
+        check_greedy(model, other, tokens_of(f"before-{num_tokens}", other), 8)
+        lost = client.submit(f"lost-{num_tokens}", prompt, sampling, decode=info)
         client.wait(lost)
         assert lost.failed is not None
         assert lost.failed.code == "out_of_memory"
-        check_greedy(model, prompt, tokens_of("again", prompt), 8)
+        check_greedy(model, prompt, tokens_of(f"again-{num_tokens}", prompt), 8)
     finally:
         client.close()
-        node.stop()
 
 
 def test_ranks_take_part_in_what_is_measured_at_the_start(tmp_path: Path) -> None:

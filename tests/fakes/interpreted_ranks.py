@@ -16,7 +16,7 @@ from tandem.deploy.launch.child_process import die_with_parent
 
 
 def run_interpreted(script: str, num_ranks: int, memory: Path, num_bytes: int) -> None:
-    """Runs `script` with RANKS and `memory`, a file of so many zeros; asserts that all ranks which it forks end well."""
+    """Runs `script` with RANKS and `memory`, a file of so many zeros; asserts that all ranks it forks end well."""
     memory.write_bytes(bytes(num_bytes))
     command = [sys.executable, script, str(num_ranks), str(memory)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

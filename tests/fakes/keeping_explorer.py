@@ -63,7 +63,7 @@ class _Search:
     def _successors(self, state: State) -> Iterator[tuple[int, Event, State]]:
         nodes, uses_left = state
         looks = [self.looks[each] for each in nodes]
-        num_found, num_aged = _most(looks), sum(each.num_aged for each in looks)
+        num_aged = sum(each.num_aged for each in looks)
         for index, number in enumerate(nodes):
             for event in looks[index].events:
                 is_use = event[0] in ("use", "hold")
@@ -78,8 +78,9 @@ class _Search:
                     now = num_aged + self.looks[after].num_aged - looks[index].num_aged
                     if now > self.setting.most_aged:
                         continue
-                    left = _most([self.looks[each] for each in following])
-                    assert now or all(map(ge, left, num_found)), "the last copy is lost, though none has aged"
+                    if not now and not all(map(ge, self.looks[after].num_found, looks[index].num_found)):
+                        left = _most(self.looks[each] for each in following)
+                        assert all(map(ge, left, _most(looks))), "the last copy is lost, though none has aged"
                 except AssertionError as error:
                     raise BrokenError(f"{error}\n{self._way(state)}, {self._name(index, event)}") from error
                 yield index, event, (following, uses_left - is_use)
