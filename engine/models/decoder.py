@@ -150,6 +150,10 @@ class DecoderModel(nn.Module):
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
+    @property
+    def embedding_VE(self) -> torch.Tensor:
+        return self.embed_tokens.weight
+
     def forward(
         self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, wanted: WantedTokens | None = None
     ) -> torch.Tensor:

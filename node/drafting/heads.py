@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import torch
@@ -20,7 +21,7 @@ from tandem.engine.models.heads.eagle3_config import load_eagle_config
 from tandem.engine.models.heads.eagle3_loader import fill_head
 from tandem.engine.models.heads.mtp_config import load_mtp_config
 from tandem.engine.models.heads.mtp_loader import load_mtp_head
-from tandem.engine.models.heads.taps import GuessHead
+from tandem.engine.models.heads.taps import GuessHead, HeadedModel
 from tandem.engine.models.identity import identity_with_head
 from tandem.engine.running.decode_graphs import graph_sizes
 from tandem.engine.running.heads.guess_steps import HeadFollowers, HeadSteps
@@ -65,11 +66,14 @@ def load_head(
     asked = read_speculative_config(options.scheduler.speculative_config)
     if not isinstance(asked, EagleOptions | MtpOptions):
         return None
-    served = _checked(options, model, layout, "mtp" if isinstance(asked, MtpOptions) else "eagle3")
+    served: HeadedModel
     if isinstance(asked, MtpOptions):
+        _check(options, layout, "mtp")
+        served = _own(model)
         head, config = _mtp(asked, options, served, folder)
     else:
-        folder = resolve_model(asked.model, asked.revision)
+        _check(options, layout, "eagle3")
+        served, folder = cast("HeadedModel", model), resolve_model(asked.model, asked.revision)
         head, config = _eagle(asked, options, served, folder, max_model_len)
     served.take_guess_head(head)
     group = msgspec.structs.replace(layout.group, num_layers=layout.group.num_layers + 1)
@@ -78,10 +82,10 @@ def load_head(
 
 
 def _eagle(
-    asked: EagleOptions, options: NodeOptions, model: DecoderModel, folder: Path, max_model_len: int
+    asked: EagleOptions, options: NodeOptions, model: HeadedModel, folder: Path, max_model_len: int
 ) -> tuple[GuessHead, msgspec.Struct]:
     """The head, and what identifies it beside its weights."""
-    config, embedding = load_eagle_config(folder, model.config), model.embed_tokens.weight
+    config, embedding = load_eagle_config(folder, model.config), model.embedding_VE
     sizes = config, embedding, asked.num_speculative_tokens, max_model_len, embedding.dtype
     whole = EagleHead(*sizes, "meta", options.attention_backend)
     head = EagleHead(*sizes, embedding.device, options.attention_backend, model.group)
@@ -97,8 +101,8 @@ def _mtp(
     return head, config
 
 
-def _checked(options: NodeOptions, model: Model, layout: KVLayout, method: str) -> DecoderModel:
-    """The model. Raises ConfigError unless a head can be beside it."""
+def _check(options: NodeOptions, layout: KVLayout, method: str) -> None:
+    """Raises ConfigError where no head can be beside what is asked."""
     refused = (
         (
             layout.group.dtype.startswith("float8"),
@@ -113,9 +117,13 @@ def _checked(options: NodeOptions, model: Model, layout: KVLayout, method: str) 
     for fails, why in refused:
         if fails:
             raise ConfigError(f"--speculative-config: {why}")
+
+
+def _own(model: Model) -> DecoderModel:
+    """The model. Raises ConfigError where transformers' modules compute it."""
     if not isinstance(model, DecoderModel):
         raise ConfigError(
-            f"--speculative-config: {method} needs hidden states of this model that transformers' modules don't give: "
+            "--speculative-config: mtp is built for models of Tandem's own modules, and this one isn't: "
             "choose another method"
         )
     return model

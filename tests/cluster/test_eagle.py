@@ -16,8 +16,15 @@ from tiny_hf_models import tiny_hf_model
 from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
+from tandem.engine.models.hf.model import HFModel
 from tandem.node.setup import load
 from tiny_models import VOCAB, check_greedy, random_prompt
+
+TINY = {  # of a head for tiny models of all families
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": VOCAB, "draft_vocab_size": VOCAB // 4,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+}  # fmt: skip
 
 
 def headed(folder: Path, count: int = 4) -> str:
@@ -35,6 +42,32 @@ def test_a_head_that_knows_the_model_is_right(roles: list[str], tmp_path: Path) 
     check_knowing(nodes, where, most_steps=30)
 
 
+@pytest.mark.parametrize("roles", [["unified"], ["decode", "prefill"]], ids=["one", "split"])
+def test_a_head_beside_transformers_modules_is_as_right(roles: list[str], tmp_path: Path) -> None:
+    model, config = walking_model(tmp_path / "model"), headed(knowing_head(tmp_path / "head"))
+    theirs = ModelOptions(str(model), model_impl="transformers")
+    nodes, where = nodes_of(
+        roles, lambda role: replace(node_options(role, model, speculative_config=config, chunk=32), model=theirs)
+    )
+    assert all(isinstance(node.process.loaded.model, HFModel) for node in nodes)
+    check_knowing(nodes, where, most_steps=30)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo2"])
+def test_a_head_changes_no_token_of_transformers_modules(family: str, tmp_path: Path) -> None:
+    """Also where layers slide, and are kept apart from the head's."""
+    model = tiny_hf_model(family)
+    config = headed(random_head(tmp_path / "head", **TINY))
+    nodes, where = nodes_of(["decode", "prefill"], lambda role: node_options(role, model, speculative_config=config))
+    with client_of(nodes) as client:
+        prompts = [random_prompt(length, length) for length in (1, 17, 90)]
+        asked = [client.submit(f"{len(each)}", each, changed(GREEDY, max_tokens=24), **where) for each in prompts]
+        client.wait()
+        for prompt, result in zip(prompts, asked, strict=True):
+            check_greedy(model, prompt, result.output(), 24)
+    assert nodes[0].process.logic.scheduler.spec_counters["spec_draft_tokens"] > 0
+
+
 @pytest.mark.parametrize(
     "ranks",
     [
@@ -48,6 +81,11 @@ def test_ranks_share_a_head_out(ranks: dict[str, int], tmp_path: Path) -> None:
     """Its keys are handed over between unlike numbers of ranks, and ranks guess together."""
     model, config = walking_model(tmp_path / "model"), headed(knowing_head(tmp_path / "head"))
     check_knowing_on_ranks(ranks, model, config)
+
+
+def test_ranks_share_a_head_out_beside_transformers_modules(tmp_path: Path) -> None:
+    model, config = walking_model(tmp_path / "model"), headed(knowing_head(tmp_path / "head"))
+    check_knowing_on_ranks({"unified": 2}, model, config, model_impl="transformers")
 
 
 def test_drawn_tokens_are_guessed_by_the_numbers_of_their_places(tmp_path: Path) -> None:
@@ -71,10 +109,7 @@ def test_a_stream_that_moves_takes_the_heads_keys_along(tmp_path: Path) -> None:
 def test_a_head_beside_sinks_windows_and_experts_in_mxfp4(tmp_path: Path) -> None:
     """Of GPT-OSS, split; one that guesses wrong changes no token."""
     model, twin = mxfp4_folders(tiny_hf_model("gpt_oss"), tmp_path)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"head_dim": 16, "vocab_size": VOCAB, "draft_vocab_size": VOCAB // 4}
-    taps = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-    config = headed(random_head(tmp_path / "head", **sizes, eagle_config=taps))
+    config = headed(random_head(tmp_path / "head", **TINY))
     nodes, where = nodes_of(["decode", "prefill"], lambda role: node_options(role, model, speculative_config=config))
     with client_of(nodes) as client:
         prompts = [random_prompt(length, length) for length in (1, 17, 90)]
@@ -128,11 +163,6 @@ def test_a_head_that_does_not_fit_is_refused_by_name(changes: dict[str, object],
     [
         ({"kv_cache_dtype": "fp8_e4m3"}, "leave --kv-cache-dtype out"),
         ({"compile": True}, "--compile"),
-        pytest.param(
-            {"model": ModelOptions(str(DEMO), model_impl="transformers")},
-            "hidden states of this model",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_a_model_that_can_have_no_head_is_refused_by_name(
@@ -143,6 +173,12 @@ def test_a_model_that_can_have_no_head_is_refused_by_name(
     rest = {name: value for name, value in changes.items() if name not in fp8}
     with pytest.raises(ConfigError, match=says):
         load(replace(options, **rest))  # type: ignore[arg-type]
+
+
+def test_a_model_that_sees_pictures_is_refused_by_name(tmp_path: Path) -> None:
+    config = headed(random_head(tmp_path, **TINY))
+    with pytest.raises(ConfigError, match="takes more than text"):
+        load(node_options("unified", tiny_hf_model("qwen2_5_vl"), speculative_config=config))
 
 
 def test_a_head_as_pickles_is_refused_with_what_to_do(tmp_path: Path) -> None:

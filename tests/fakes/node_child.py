@@ -80,11 +80,11 @@ def _serve(roles: str, transport: str, fault_injection: str, model: str, dtype: 
     if (measures := sizes.pop("measures", None)) is not None:
         _measure_at_start(measures)
     always_loads, num_steps = sizes.pop("always_loads", False), sizes.pop("hold_after", None)
-    folder = Path(model) if "/" in model else tiny_model(model)
+    folder, impl = Path(model) if "/" in model else tiny_model(model), sizes.pop("model_impl", "auto")
     for role in roles.split(","):
         fault = fault_injection if role == "prefill" or "prefill" not in roles else ""
         options = node_options(role, folder, transport=transport, fault_injection=fault, **sizes)
-        nodes.append(Node(replace(options, model=ModelOptions(str(folder), dtype=dtype))))  # type: ignore[arg-type]
+        nodes.append(Node(replace(options, model=ModelOptions(str(folder), dtype=dtype, model_impl=impl))))  # type: ignore[arg-type]
         if always_loads:
             always_loading(nodes[-1])
         if num_steps is not None:

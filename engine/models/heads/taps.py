@@ -1,6 +1,6 @@
 """What a model and a head that guesses from its hidden states need of each other.
 
-Legend: T tokens of the step, R rows, E hidden size, W the head's vocabulary.
+Legend: T tokens of the step, R rows, E hidden size, V vocabulary of the model, W the head's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from tandem.engine.contracts.model_shape import ModelShape
 from tandem.engine.parallel.group import TensorParallel
 from tandem.kernels.api.attention import Attention
 
@@ -64,3 +65,19 @@ class GuessHead(Protocol):
 
     def project(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """[R, E] -> logits [R, W] of what follows these tokens."""
+
+
+class HeadedModel(Protocol):
+    """A model as a head of EAGLE-3 needs it."""
+
+    @property
+    def config(self) -> ModelShape: ...
+
+    @property
+    def group(self) -> TensorParallel | None: ...
+
+    @property
+    def embedding_VE(self) -> torch.Tensor: ...
+
+    def take_guess_head(self, head: GuessHead) -> None:
+        """Has passes leave their features for a head. Raises ConfigError where it has none to give."""

@@ -17,9 +17,11 @@ from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.media.encoder import MediaEncoder, MediaInputs
 from tandem.engine.models.adapter_sites import Site
 from tandem.engine.models.compiled import compiled
+from tandem.engine.models.heads.taps import GuessHead
 from tandem.engine.models.hf.attention import at_positions
 from tandem.engine.models.hf.config import HFConfig
 from tandem.engine.models.hf.encoder import HFEncoder
+from tandem.engine.models.hf.features import tap_layers
 from tandem.engine.models.hf.layers import build_empty, decoder_of, make_cross_layers, make_layers, sinks_of
 from tandem.engine.models.hf.low_rank import add_adapters, sites_of
 from tandem.engine.models.hf.parallel import own_needs
@@ -86,13 +88,31 @@ class HFModel(nn.Module):
         self._compiled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._takes_adapters = False
         self.media_encoder: MediaEncoder | None = None
-        self.guess_head: None = None  # its layers' inputs are not at hand
+        self.guess_head: GuessHead | None = None
         if causal.config.model_type in TOWERS:
             self.media_encoder = TowerEncoder(causal, causal.device, causal.dtype)
 
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
+
+    @property
+    def embedding_VE(self) -> torch.Tensor:
+        embedding: Any = self.decoder.get_input_embeddings()
+        weight: torch.Tensor = embedding.weight
+        return weight
+
+    def take_guess_head(self, head: GuessHead) -> None:
+        """Has passes leave their features for a head, whose keys and values become the pool's last layer. Raises
+        ConfigError where what enters layers is not at hand."""
+        if self.media_encoder is not None:
+            raise ConfigError(
+                f"--speculative-config: eagle3 reads tokens, and {self.config.architecture} takes more than text: "
+                "choose another method"
+            )
+        tap_layers(self.decoder, self.config.num_layers, head.taps)
+        self.guess_head = head
+        self.attention_layers[head.layer_name] = head.attention
 
     def forward(
         self,
