@@ -17,11 +17,11 @@ from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.media.encoder import MediaEncoder, MediaInputs
 from tandem.engine.models.adapter_sites import Site
 from tandem.engine.models.compiled import compiled
+from tandem.engine.models.heads.layer_hooks import tap_layers
 from tandem.engine.models.heads.taps import GuessHead
 from tandem.engine.models.hf.attention import at_positions
 from tandem.engine.models.hf.config import HFConfig
 from tandem.engine.models.hf.encoder import HFEncoder
-from tandem.engine.models.hf.features import tap_layers
 from tandem.engine.models.hf.layers import build_empty, decoder_of, make_cross_layers, make_layers, sinks_of
 from tandem.engine.models.hf.low_rank import add_adapters, sites_of
 from tandem.engine.models.hf.parallel import own_needs

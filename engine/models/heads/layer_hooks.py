@@ -1,4 +1,4 @@
-"""Hidden states of a decoder of transformers, for a head that guesses from them."""
+"""Hidden states of a decoder of transformers, taken by hooks on its layers, for a head that guesses from them."""
 
 from __future__ import annotations
 
