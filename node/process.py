@@ -6,7 +6,6 @@ transports, and the directory publisher's. They meet in the step loop's inbox.
 
 from __future__ import annotations
 
-import gc
 import logging
 import queue
 import secrets
@@ -35,6 +34,7 @@ from tandem.engine.device.saturation import saturated_blocks
 from tandem.engine.media.slots import make_media_slots
 from tandem.engine.pooling.config import read_pooling_config
 from tandem.engine.precision.kv_quality import make_kv_quality
+from tandem.engine.process.collector import settle
 from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.engine.process.process_log import start_log
 from tandem.engine.process.process_name import name_process
@@ -87,7 +87,6 @@ from tandem.node.setup import (
 from tandem.node.tiers import make_tiers, take_copied
 
 # Requests leave no cycles behind, and a collection of everything stops all streams for up to 90 ms.
-GC_THRESHOLDS = (50_000, 20, 1_000)  # guesses
 # The parts of a hand-off's end run on different threads, while the step loop launches kernels for 20 ms on end.
 SWITCH_INTERVAL_S = 0.0003  # a guess
 logger = logging.getLogger(__name__)
@@ -195,9 +194,7 @@ class NodeProcess:
         self.start()
         signal.signal(signal.SIGTERM, lambda *_: self.loop.begin_drain())
         signal.signal(signal.SIGINT, lambda *_: self.loop.begin_drain())
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*GC_THRESHOLDS)
+        settle()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         announce(self.info, self.loaded, self.pool, self.options.compile, self.launcher)
         code = self.run()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from tandem.kernels.products.matmul_plans import SHARED_BYTES, WORKSPACE_WORDS, Table
+from tandem.kernels.products.matmul_plans import EMPTY, SHARED_BYTES, WORKSPACE_WORDS, Table
 from tandem.kernels.products.tuning import stored
 from tandem.kernels.products.tuning.candidates import Product
 from tandem.kernels.products.tuning.table_file import merged
@@ -18,7 +18,7 @@ class MatmulWorkspace:
     """Unfinished sums of the products of one stream; a word is EMPTY until a product leaves a sum there, and is emptied
     again by the same product."""
 
-    EMPTY = -1
+    EMPTY = EMPTY
 
     def __init__(self, device: torch.device) -> None:
         self.words = torch.full((WORKSPACE_WORDS,), self.EMPTY, dtype=torch.int32, device=device)

@@ -13,6 +13,7 @@ GATE_UP_GROUP = 8  # rows of gate, then rows of up; the kernels' epilogues depen
 LONGEST_TUNED = 320  # rows
 MAX_PROGRAMS = 264  # two on each multiprocessor
 MULTIPROCESSORS = 132  # an H100's and an H200's
+EMPTY = -1  # a word of a workspace where nothing stands yet: as fp32 a NaN that no arithmetic makes
 WORKSPACE_WORDS = MULTIPROCESSORS * 128 * 256
 MANY_STEPS = 1 << 10  # along K, more than products have
 SHARED_BYTES = 227 << 10  # a program's limit on Hopper

@@ -1,10 +1,10 @@
 """Products over quantised weights: y = x @ weight^T.
 
 Up to some hundred rows the kernel of triton_kernels/products/matmul_quantised.py reads each weight once. On Hopper one
-row has matmul_rows_scaled.py, over 4 bits matmul_rows_int4.py, and over fp8 weights with a scale an output more rows
-have the kernels of 16 bits. Over fp8 weights rows, but one alone, are rounded to e4m3 as well, with a scale a row.
-Prompts over fp8 weights with a scale an output are multiplied so by torch; other prompts, and devices without Triton,
-have the weight made whole first.
+row has matmul_rows_scaled.py, over 4 bits matmul_rows_int4.py and many rows matmul_ring_int4.py, and over fp8 weights
+with a scale an output more rows have the kernels of 16 bits. Over fp8 weights rows, but one alone, are rounded to e4m3
+as well, with a scale a row. Prompts over fp8 weights with a scale an output are multiplied so by torch; other prompts,
+and devices without Triton, have the weight made whole first.
 
 M rows, N outputs, K inputs.
 """
@@ -160,7 +160,7 @@ def _plan(x_MK: torch.Tensor | RoundedRows, weight: QuantisedWeight, silu: bool)
     values = x_MK.values if isinstance(x_MK, RoundedRows) else x_MK
     if not is_fused(values) or values.dim() != 2 or x_MK.dtype not in (torch.bfloat16, torch.float16):
         return None
-    if values.stride(1) != 1 or values.stride(0) % 16:
+    if values.stride(1) != 1 or values.stride(0) % 16 or values.data_ptr() % 16:
         return None
     scales = weight.scales.dtype
     # torch's len() of a tensor is Python, and every product of a step launched layer by layer asks.
@@ -184,8 +184,8 @@ def _chosen(
     of_weight = group, bits, scale_dtype, dtype, device
     shared_bytes = shared_bytes_of(device)
     may_round = dtype == torch.bfloat16
-    of_rows = may_round and (num_rows == 1 or scale_dtype == torch.float32)
-    if is_hopper(device) and (of_rows or (bits == 4 and num_rows > 1)):
+    takes_others = may_round and (num_rows == 1 or scale_dtype == torch.float32)
+    if is_hopper(device) and (takes_others or (bits == 4 and num_rows > 1)):
         tuned = choose_hopper_plan(num_rows, *shape, group, bits)
         if tuned is not None and _is_right(tuned, shape[1], *of_weight, silu):
             return tuned
@@ -217,10 +217,11 @@ def _is_right(
     device: torch.device,
     silu: bool,
 ) -> bool:
-    """Tried on some tiles, with a row less than a tile's."""
+    """Tried on some tiles, with a row less than a tile's, or one more, where parts of two tiles' sums may meet."""
     plan = plan._replace(lead=0) if isinstance(plan, StreamPlan) else plan  # as fits many tiles
     tile_m = 1 if isinstance(plan, RowsPlan | Int4RowPlan) else plan.tile_m
-    x = product_trials.random_matrix(max(1, tile_m - 1), num_inputs, dtype, device, 1)
+    rows = tile_m + 1 if isinstance(plan, Int4RingPlan) and plan.splits > 1 else max(1, tile_m - 1)
+    x = product_trials.random_matrix(rows, num_inputs, dtype, device, 1)
     plain = product_trials.random_matrix(4 * plan.tile_n, num_inputs, torch.float32, device, 2)
     if bits == 4:
         weight = quantise_int4(plain, group, scale_dtype)

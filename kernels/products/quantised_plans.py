@@ -20,8 +20,8 @@ from tandem.kernels.products.matmul_plans import (
     StreamPlan,
 )
 
-# Rows; beyond, weights are few beside the work, and products take the way of prompts: of 4 bits measured
-# (docs/measurements.md#weights-of-8-and-4-bits), of 8 a guess.
+# Rows of matmul_quantised.py; beyond, where no other kernel serves, weights are few beside the work, and products take
+# the way of prompts: of 4 bits measured (docs/measurements.md#weights-of-8-and-4-bits), of 8 a guess.
 MOST_ROWS = {8: 256, 4: 128}
 MANY_OUTPUTS = 16384  # from here tiles of 128 outputs keep all multiprocessors at work; a guess
 LEAST_STEPS = 4  # along K of a split; a guess

@@ -122,8 +122,8 @@ def quantise_int4(weight_NK: torch.Tensor, group: int, scale_dtype: torch.dtype)
     scale_NG = (groups.abs().amax(2) / (INT4_HALF - 1)).clamp_min(torch.finfo(torch.float16).tiny).to(scale_dtype)
     stored = (groups / scale_NG.float()[:, :, None]).round_().clamp_(-INT4_HALF, INT4_HALF - 1) + INT4_HALF
     zeros = torch.full_like(scale_NG.t(), INT4_HALF, memory_format=torch.contiguous_format)
-    pairs = packed(stored.to(torch.uint8).view(num_outputs, num_inputs))
-    return QuantisedWeight(pairs, scale_NG.t().contiguous(), zeros, group)
+    scales = torch.empty_like(zeros).copy_(scale_NG.t())  # of one group, too, with strides of its own
+    return QuantisedWeight(packed(stored.to(torch.uint8).view(num_outputs, num_inputs)), scales, zeros, group)
 
 
 def packed(stored_NK: torch.Tensor) -> torch.Tensor:

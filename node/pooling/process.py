@@ -23,6 +23,7 @@ from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.models.identity import pooling_identity
 from tandem.engine.pooling.config import PoolingConfig
 from tandem.engine.pooling.model import PoolingModel
+from tandem.engine.process.collector import settle
 from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.engine.process.version import version
 from tandem.engine.process.watched import end_process
@@ -88,6 +89,7 @@ class PoolingProcess:
         self.start()
         signal.signal(signal.SIGTERM, lambda *_: self.begin_drain())
         signal.signal(signal.SIGINT, lambda *_: self.begin_drain())
+        settle()
         info = self.info
         logger.info("%s serves %s (%s) at %s", info.node_id, info.model_name, info.task, info.control_address)
         self._launcher.ready(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 import os
 import signal
@@ -13,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tandem.engine.process.collector import collect_rarely
+from tandem.engine.process.collector import collect_rarely, settle
 from tandem.engine.process.process_log import start_log
 from tandem.engine.process.process_name import name_process
 
@@ -93,8 +92,7 @@ def _run(commands: socket.socket) -> None:
     head = None
     if isinstance(loaded.draft, LoadedHead) and options.role != "prefill":
         head = make_head_steps(loaded.draft.head, runner)
-    gc.collect()
-    gc.freeze()
+    settle()
     _follow(commands, runner, options, adapters, head)
 
 

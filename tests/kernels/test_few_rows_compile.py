@@ -29,7 +29,7 @@ WAIT = "griddepcontrol.wait"
 POINTERS = {
     **dict.fromkeys(("output", "qkv", "q_weight", "k_weight", "key_cache", "value_cache"), "*bf16"),
     "cos_sin": "*fp32",
-    **dict.fromkeys(("partial",), "*i64"),
+    "partial": "*i64",
     "block_tables": "*i32",
     "seq_lens": "*i32",
     "slot_mapping": "*i64",

@@ -78,7 +78,7 @@ def test_plans_cover_the_product(sizes: tuple[int, int], bits: int) -> None:
         assert choose_plan(num_rows, outputs, inputs, group, bits) is None
 
 
-@pytest.mark.parametrize(("bits", "group"), [(8, 0), (8, 128), (4, 128)])
+@pytest.mark.parametrize(("bits", "group"), [(8, 0), (8, 128), (4, 128), (4, 0)])
 def test_plans_for_hopper_hold_their_kernels_assumptions(bits: int, group: int) -> None:
     served, all_sizes = (
         set(),

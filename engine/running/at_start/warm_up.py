@@ -16,8 +16,8 @@ def extreme_steps(
 ) -> Iterator[list[ScheduledRow]]:
     """Yields the rows of each step, all of slot 0, those of one token first. The steps are: the token budget in as few
     rows as can be; decodes only; a decode beside a later chunk of a prompt; and a lone token, which has kernels of its
-    own. `every_size`: also 2, 4, 8 … decodes, since a product of few rows has a kernel by their number, and those of
-    the wanted tokens alone are in no captured step."""
+    own. `every_size`: also 2, 4, 8 … decodes, then chunks of as many tokens as there are never decodes, since a product
+    of few rows has a kernel by their number, and those of the wanted tokens alone are in no captured step."""
     longest = min(max_chunk, max_model_len)
     full, rest = divmod(max_num_tokens, longest)
     # A single token would count as a decode row, and those come first.
@@ -31,8 +31,11 @@ def extreme_steps(
     if max_decode_rows > 1:
         yield [ScheduledRow(0, 0, 1)]
     num_rows = 2
-    while every_size and num_rows < min(max_decode_rows, LONGEST_TUNED):
-        yield [ScheduledRow(0, 0, 1)] * num_rows
+    while every_size and num_rows < LONGEST_TUNED:
+        if num_rows < max_decode_rows:
+            yield [ScheduledRow(0, 0, 1)] * num_rows
+        elif num_rows <= min(longest, max_num_tokens):
+            yield [ScheduledRow(0, 0, num_rows)]
         num_rows *= 2
 
 

@@ -7,8 +7,8 @@ the new token's from there, too. All programs get runs of about equally many til
 works out from the lengths which is its own.
 
 Behind them in the grid stand programs that merge the runs of some query heads each, in their order. A run leaves words
-of 64 bits for them, a value and how much it counts, which arrive whole; a word that is not there yet is MISSING. So who
-merges waits for the words themselves, for no fence and no counter, and leaves MISSING behind for the next launch. It
+of 64 bits for them, a value and how much it counts, which arrive whole; a word that is not there yet is EMPTY. So who
+merges waits for the words themselves, for no fence and no counter, and leaves EMPTY behind for the next launch. It
 waits for programs in front of it alone: however few run at once, the wait ends.
 
 R rows of one new token, H query heads in groups of G over K KV heads, D head size, C = (H + 2K) * D, S slots a block,
@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.products import few_rows_scratch
+from tandem.kernels.products import matmul_plans
 from tandem.kernels.triton_kernels.common import LOG2_E, dot
 
-MISSING: tl.constexpr = tl.constexpr(few_rows_scratch.MISSING)
+EMPTY: tl.constexpr = tl.constexpr(matmul_plans.EMPTY)
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def find_share(tiles, num_rows, programs, K: tl.constexpr):
 
 @triton.jit
 def pack(values, logs):
-    """int64: the bits of fp32 `logs` above those of `values`. None is MISSING: arithmetic makes no NaN of ones alone,
+    """int64: the bits of fp32 `logs` above those of `values`. None is EMPTY: arithmetic makes no NaN of ones alone,
     but what was loaded may be one."""
     words = values.to(tl.uint32, bitcast=True)
     words = tl.where(words == 0xFFFFFFFF, 0x7FFFFFFF, words).to(tl.uint64)
@@ -128,9 +128,9 @@ def merge_runs(
             packed = following
             more = (first + CHUNK + parts < runs)[:, None] & inside[None, :]
             following = tl.load(places + STEP, mask=more, other=0, volatile=True)
-            while tl.max((packed == MISSING).to(tl.int32)) > 0:
+            while tl.max((packed == EMPTY).to(tl.int32)) > 0:
                 packed = tl.load(places, mask=used, other=0, volatile=True)
-            tl.store(places, tl.full([CHUNK, WIDTH], MISSING, tl.int64), mask=used)
+            tl.store(places, tl.full([CHUNK, WIDTH], EMPTY, tl.int64), mask=used)
             logs = tl.where(used, (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True), float("-inf"))
             new_peak = tl.maximum(peak, tl.max(logs, 0))
             base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -152,7 +152,7 @@ def merge_runs(
 )
 def few_rows_attention_kernel(
     output,  # [R, H, D] contiguous
-    partial,  # int64 [N, G, D], MISSING between launches: what a run makes of its keys alone, and above it the
+    partial,  # int64 [N, G, D], EMPTY between launches: what a run makes of its keys alone, and above it the
     # logarithm of its weight
     qkv,  # [R, C], strides (qkv_row, 1): query heads, key heads, value heads
     cos_sin,  # fp32 [P, D] contiguous: cos of the D / 2 angles, then sin

@@ -30,7 +30,7 @@ from tandem.kernels.triton_kernels.products.matmul_stream import copy_in, leave,
 
 TILE_K: gl.constexpr = gl.constexpr(quantised_plans.INT4_TILE_K)
 WORDS: gl.constexpr = gl.constexpr(quantised_plans.INT4_TILE_K // 8)  # of a row of a tile
-GROUPS: gl.constexpr = gl.constexpr(2)  # warpgroups that multiply
+WARPGROUPS: gl.constexpr = gl.constexpr(2)  # that multiply
 
 
 @gluon.jit
@@ -72,9 +72,9 @@ def share(k_tiles, lanes, SPLITS: gl.constexpr):
 @gluon.jit
 def load_words(w_desc, w_ring, barrier, slot, tile, step, HEIGHT: gl.constexpr):
     """A step of a tile, in a piece for each multiplying warpgroup."""
-    for group in gl.static_range(GROUPS):
-        place = [(tile * GROUPS + group) * HEIGHT, step * WORDS]
-        copy_in(w_desc, place, barrier, w_ring.index(slot * GROUPS + group))
+    for group in gl.static_range(WARPGROUPS):
+        place = [(tile * WARPGROUPS + group) * HEIGHT, step * WORDS]
+        copy_in(w_desc, place, barrier, w_ring.index(slot * WARPGROUPS + group))
 
 
 @gluon.jit
@@ -83,7 +83,7 @@ def load_tiles(
     HEIGHT: gl.constexpr, TILE_M: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """The loading warp; the first words are on their way already."""
-    BYTES: gl.constexpr = w_desc.block_type.nbytes * GROUPS + x_desc.block_type.nbytes
+    BYTES: gl.constexpr = w_desc.block_type.nbytes * WARPGROUPS + x_desc.block_type.nbytes
     tile, _, first, count, lane = share(k_tiles, lanes, SPLITS)
     gdc_wait()
     early = gl.minimum(count, STAGES)
@@ -113,7 +113,7 @@ def multiply(
         [HEIGHT, WORDS],
     )  # fmt: skip
     tile, part, first, count, lane = share(k_tiles, lanes, SPLITS)
-    first_n = (tile * GROUPS + WHICH) * HEIGHT
+    first_n = (tile * WARPGROUPS + WHICH) * HEIGHT
     of_sums = first_n + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, layout))
     of_words = first_n + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, words_layout))
     STEPS: gl.constexpr = GROUP // TILE_K  # that share scales
@@ -124,7 +124,7 @@ def multiply(
     for step in range(count):
         slot = step % STAGES
         mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
-        weights = unpack(w_ring.index(slot * GROUPS + WHICH).load(words_layout), zero, dtype, HEIGHT, w_layout)
+        weights = unpack(w_ring.index(slot * WARPGROUPS + WHICH).load(words_layout), zero, dtype, HEIGHT, w_layout)
         product = warpgroup_mma(weights, x_ring.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         counts = scale.to(gl.float32)
         mark = gl.minimum(first + step + 1, first + count - 1) // STEPS * (s_row * 8)
@@ -134,12 +134,12 @@ def multiply(
         total += product * counts[:, None]
     if SPLITS > 1:
         # A part's program is `lanes` behind that of the part before; it waits for those in front of it alone.
-        own = gl.program_id(0) * GROUPS + WHICH
+        own = gl.program_id(0) * WARPGROUPS + WHICH
         if part < SPLITS - 1:
             leave(total, workspace, part_places(own, 0, TILE_M, HEIGHT, TILE_M, layout))
         else:
             for behind in range(SPLITS - 1, 0, -1):
-                places = part_places(own - behind * lanes * GROUPS, 0, TILE_M, HEIGHT, TILE_M, layout)
+                places = part_places(own - behind * lanes * WARPGROUPS, 0, TILE_M, HEIGHT, TILE_M, layout)
                 total += take(workspace, places)
     if part == SPLITS - 1:
         finish(
@@ -157,7 +157,7 @@ def matmul_ring_int4_kernel(
     scales,  # any float [G, N], strides (s_row * 8, 1)
     zeros,  # as scales: what is stored for 0
     bias,  # [N], any float
-    workspace,  # int32 [grid, GROUPS, HEIGHT, TILE_M], EMPTY; EMPTY again afterwards
+    workspace,  # int32 [grid, WARPGROUPS, HEIGHT, TILE_M], EMPTY; EMPTY again afterwards
     size_n,
     size_m,
     k_tiles,
@@ -175,16 +175,16 @@ def matmul_ring_int4_kernel(
 ):
     """Grid (tiles along N * SPLITS * lanes). The first words are fetched at once: before the warps take their roles,
     and while the preceding kernel may still run."""
-    BYTES: gl.constexpr = w_desc.block_type.nbytes * GROUPS + x_desc.block_type.nbytes
-    w_ring = gl.allocate_shared_memory(gl.int32, [STAGES * GROUPS, HEIGHT, WORDS], w_desc.layout)
+    BYTES: gl.constexpr = w_desc.block_type.nbytes * WARPGROUPS + x_desc.block_type.nbytes
+    w_ring = gl.allocate_shared_memory(gl.int32, [STAGES * WARPGROUPS, HEIGHT, WORDS], w_desc.layout)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TILE_M, TILE_K], x_desc.layout)
     y_tile: gl.constexpr = y_desc.block_type.shape
-    y_stages = gl.allocate_shared_memory(y_desc.dtype, [GROUPS, y_tile[0], y_tile[1]], y_desc.layout)
+    y_stages = gl.allocate_shared_memory(y_desc.dtype, [WARPGROUPS, y_tile[0], y_tile[1]], y_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=GROUPS)
+        mbarrier.init(empty.index(slot), count=WARPGROUPS)
     fence_async_shared()
     thread_barrier()
     tile, _, first, count, _ = share(k_tiles, lanes, SPLITS)

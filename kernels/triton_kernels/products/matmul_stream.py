@@ -26,10 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.kernels.products import matmul_plans
+
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name changed after 3.6
 copy_in = tma.async_copy_global_to_shared
 
-EMPTY: gl.constexpr = gl.constexpr(-1)  # a NaN that no arithmetic yields
+EMPTY: gl.constexpr = gl.constexpr(matmul_plans.EMPTY)
 NAN: gl.constexpr = gl.constexpr(0x7FFFFFFF)
 GROUP: gl.constexpr = gl.constexpr(8)  # gate and up rows alternate in groups of 8: both halves meet in one thread
 

@@ -153,7 +153,10 @@ def fused_products_by_twins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_warm_up_has_every_number_of_wanted_tokens_that_has_a_kernel() -> None:
     plain = [len(rows) for rows in extreme_steps(512, 512, 512, 48)]
-    assert [len(rows) for rows in extreme_steps(512, 512, 512, 48, every_size=True)] == [*plain, 2, 4, 8, 16, 32]
+    steps = list(extreme_steps(512, 512, 512, 48, every_size=True))
+    assert [len(rows) for rows in steps] == [*plain, 2, 4, 8, 16, 32, 1, 1, 1]
+    assert [rows[0].num_tokens for rows in steps[-3:]] == [64, 128, 256], "as many tokens as are never decodes"
+    assert max(rows[0].num_tokens for rows in extreme_steps(100, 100, 512, 48, every_size=True)) == 100
 
 
 @pytest.mark.parametrize(("max_num_tokens", "max_chunk"), [(1, 1), (4, 1)])
