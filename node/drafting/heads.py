@@ -123,8 +123,8 @@ def _own(model: Model) -> DecoderModel:
     """The model. Raises ConfigError where transformers' modules compute it."""
     if not isinstance(model, DecoderModel):
         raise ConfigError(
-            "--speculative-config: mtp is built for models of Tandem's own modules, and this one isn't: "
-            "choose another method"
+            "--speculative-config: mtp is built for models of Tandem's own modules, and this one runs by "
+            "transformers': choose another method"
         )
     return model
 

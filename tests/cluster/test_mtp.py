@@ -169,10 +169,10 @@ def test_options_that_a_head_does_not_go_with_are_refused(
     assert says in refusal(random_mtp(tmp_path, family), **changes)
 
 
-def test_transformers_modules_give_no_features(tmp_path: Path) -> None:
+def test_models_of_transformers_modules_have_no_such_layer(tmp_path: Path) -> None:
     checkpoint = random_mtp(tmp_path, "deepseek_v3")
     model = ModelOptions(str(checkpoint.plain), model_impl="transformers")
-    assert "hidden states of this model that transformers' modules don't give" in refusal(checkpoint, model)
+    assert "Tandem's own modules, and this one runs by transformers': choose" in refusal(checkpoint, model)
 
 
 def test_quantised_mimo_is_refused_with_what_to_take(tmp_path: Path) -> None:

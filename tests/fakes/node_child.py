@@ -18,6 +18,7 @@ from waiting import PATIENCE_S
 
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.process.collector import collect_rarely
 
 
 class NodeChild:
@@ -68,6 +69,7 @@ class NodeChild:
 
 def _serve(roles: str, transport: str, fault_injection: str, model: str, dtype: str, changes: str) -> None:
     """Until stdin is closed: a child doesn't outlive its test."""
+    collect_rarely()
     from failing_ranks import lose_memory_in_node
     from tier_nodes import always_loading
 
