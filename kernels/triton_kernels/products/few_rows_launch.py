@@ -13,8 +13,7 @@ from tandem.kernels.triton_kernels.products.few_rows_attention import few_rows_a
 
 LARGEST_TILE = 64  # a guess
 # In rows of 4 programs that merge a query head each are faster, in rows of 8 those that merge all of a KV head: 6.8 us
-# in place of 7.7 at 250 tokens. Of a head 4 or 16 runs at once take 1 and 5 %
-# more time than 8 at 250 tokens; of a group a guess.
+# in place of 7.7 at 250 tokens. Of a head 4 or 16 runs at once take 1 and 5 % more time than 8; of a group a guess.
 # (docs/measurements.md#merging-without-a-counter)
 MOST_MERGERS = 128
 WORDS_OF_HEAD, WORDS_OF_GROUP = 1024, 2048  # of runs, that such a program loads together
