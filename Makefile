@@ -31,10 +31,8 @@ VENV := .venv
 STAMPS := $(VENV)/.stamps
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-# pip compiles file by file on one core. Some packages have files that are no Python: templates, tests of parsers. What
-# few processes import, half of all, is compiled when one does.
-SELDOM := /(sympy|networkx|pip|setuptools|transformers/models|torch/(testing|_inductor|onnx|ao))/
-COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib || true
+# pip compiles file by file on one core. Some packages have files that are no Python: templates, tests of parsers.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 export PIP_NO_COMPILE = 1
 
 .PHONY: help serve test dev check docs soak test-gpu test-gpus clean
