@@ -13,8 +13,9 @@ def collect_rarely() -> None:
     gc.set_threshold(*STARTING)
 
 
-def settle() -> None:
-    """Has it never look again through what start-up made, and rarely through what serving makes."""
+def settle(*thresholds: int) -> None:
+    """Has it never look again through what start-up made, and rarely through what serving makes: by these thresholds,
+    of which those left out stay, or by a node's."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*SERVING)
+    gc.set_threshold(*(thresholds or SERVING))

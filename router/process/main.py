@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import socket
@@ -14,6 +13,7 @@ from pathlib import Path
 import uvloop
 
 from tandem.engine.contracts.config import RouterOptions
+from tandem.engine.process.collector import settle
 from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.engine.process.process_log import start_log
 from tandem.engine.process.process_name import name_process
@@ -99,9 +99,7 @@ def _run(
     on_beat: Callable[[], None],
 ) -> None:
     def serving(port: int) -> None:
-        gc.collect()
-        gc.freeze()  # the collector need not look at what start-up made, again and again
-        gc.set_threshold(YOUNG_OBJECTS)
+        settle(YOUNG_OBJECTS)
         on_serving(port)
 
     async def serve() -> None:

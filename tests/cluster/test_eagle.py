@@ -31,6 +31,18 @@ def headed(folder: Path, count: int = 4) -> str:
     return json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": count})
 
 
+def check_split(model: Path, twin: Path, config: str) -> Node:
+    """A decode and a prefill node make the tokens of `twin`, which transformers reads. Returns the first."""
+    nodes, where = nodes_of(["decode", "prefill"], lambda role: node_options(role, model, speculative_config=config))
+    with client_of(nodes) as client:
+        prompts = [random_prompt(length, length) for length in (1, 17, 90)]
+        asked = [client.submit(f"{len(each)}", each, changed(GREEDY, max_tokens=24), **where) for each in prompts]
+        client.wait()
+        for prompt, result in zip(prompts, asked, strict=True):
+            check_greedy(twin, prompt, result.output(), 24)
+    return nodes[0]
+
+
 @pytest.mark.parametrize(
     "roles",
     [pytest.param(["unified"], marks=pytest.mark.slow), ["decode", "prefill"]],  # a decode node does all that one does
@@ -57,15 +69,8 @@ def test_a_head_beside_transformers_modules_is_as_right(roles: list[str], tmp_pa
 def test_a_head_changes_no_token_of_transformers_modules(family: str, tmp_path: Path) -> None:
     """Also where layers slide, and are kept apart from the head's."""
     model = tiny_hf_model(family)
-    config = headed(random_head(tmp_path / "head", **TINY))
-    nodes, where = nodes_of(["decode", "prefill"], lambda role: node_options(role, model, speculative_config=config))
-    with client_of(nodes) as client:
-        prompts = [random_prompt(length, length) for length in (1, 17, 90)]
-        asked = [client.submit(f"{len(each)}", each, changed(GREEDY, max_tokens=24), **where) for each in prompts]
-        client.wait()
-        for prompt, result in zip(prompts, asked, strict=True):
-            check_greedy(model, prompt, result.output(), 24)
-    assert nodes[0].process.logic.scheduler.spec_counters["spec_draft_tokens"] > 0
+    decode = check_split(model, model, headed(random_head(tmp_path / "head", **TINY)))
+    assert decode.process.logic.scheduler.spec_counters["spec_draft_tokens"] > 0
 
 
 @pytest.mark.parametrize(
@@ -109,14 +114,7 @@ def test_a_stream_that_moves_takes_the_heads_keys_along(tmp_path: Path) -> None:
 def test_a_head_beside_sinks_windows_and_experts_in_mxfp4(tmp_path: Path) -> None:
     """Of GPT-OSS, split; one that guesses wrong changes no token."""
     model, twin = mxfp4_folders(tiny_hf_model("gpt_oss"), tmp_path)
-    config = headed(random_head(tmp_path / "head", **TINY))
-    nodes, where = nodes_of(["decode", "prefill"], lambda role: node_options(role, model, speculative_config=config))
-    with client_of(nodes) as client:
-        prompts = [random_prompt(length, length) for length in (1, 17, 90)]
-        asked = [client.submit(f"{len(each)}", each, changed(GREEDY, max_tokens=24), **where) for each in prompts]
-        client.wait()
-        for prompt, result in zip(prompts, asked, strict=True):
-            check_greedy(twin, prompt, result.output(), 24)
+    check_split(model, twin, headed(random_head(tmp_path / "head", **TINY)))
 
 
 @pytest.mark.slow  # as test_mtp.py asks of another head

@@ -165,10 +165,8 @@ def launch_rows_int4(
     silu: bool,
 ) -> None:
     """out = x @ weight^T (+ bias, or gated) of one row in bf16, over 4 bits."""
-    (num_outputs, num_inputs), scales, zeros = weight.shape, weight.scales, weight.zeros
+    (num_outputs, num_inputs), scales, zeros = weight.shape, weight.scales, _zeros_of(weight)
     assert plan.is_valid(1, num_outputs, num_inputs), f"{plan} for {weight.shape}"
-    assert zeros is not None, "numbers of 4 bits"
-    assert scales.stride() == zeros.stride(), "scales and zeros lie differently"
     _check_one_row(x_MK, weight)
     matmul_rows_int4_kernel[(num_outputs // (plan.tile_n * plan.tiles),)](
         x_MK.view(torch.int32), weight.words, scales, zeros, scales if bias_N is None else bias_N, out_MN,
@@ -198,12 +196,9 @@ def launch_ring_int4(
     silu: bool,
 ) -> None:
     """out = x @ weight^T (+ bias, or gated) in 16 bits, over 4 bits. Rows of x start at multiples of 16 bytes."""
-    (num_rows, num_inputs), (num_outputs, _), scales, zeros = x_MK.shape, weight.shape, weight.scales, weight.zeros
+    (num_rows, num_inputs), (num_outputs, _), scales, zeros = x_MK.shape, weight.shape, weight.scales, _zeros_of(weight)
     assert plan.is_valid(num_rows, num_outputs, num_inputs), f"{plan} for {num_rows} rows of {weight.shape}"
     assert weight.group % INT4_TILE_K == 0, f"groups of {weight.group}"
-    assert zeros is not None, "numbers of 4 bits"
-    assert scales.stride() == zeros.stride(), "scales and zeros lie differently"
-    assert scales.stride(0) % 8 == 0, "scales of groups must start at multiples of 8"
     matmul_ring_int4_kernel[(plan.grid(num_rows, num_outputs),)](
         _describe(weight.words, plan.height, INT4_TILE_K // 8),
         _describe(x_MK, plan.tile_m, INT4_TILE_K),
@@ -226,6 +221,14 @@ def ring_int4_constants(
         "GROUP": group or num_inputs, "SPLITS": plan.splits, "HAS_BIAS": has_bias, "SILU": silu,
         "GROUP_REGISTERS": 232, "LOADER_REGISTERS": 40, "num_warps": 4,
     }  # fmt: skip
+
+
+def _zeros_of(weight: QuantisedWeight) -> torch.Tensor:
+    """The zero points of numbers of 4 bits, which lie as the scales do."""
+    assert weight.zeros is not None, "numbers of 4 bits"
+    assert weight.scales.stride() == weight.zeros.stride(), "scales and zeros lie differently"
+    assert weight.scales.stride(0) % 8 == 0, "scales of groups must start at multiples of 8"
+    return weight.zeros
 
 
 def _check_one_row(x_MK: torch.Tensor, weight: QuantisedWeight) -> None:

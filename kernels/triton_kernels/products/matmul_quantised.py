@@ -17,10 +17,9 @@ import triton.language as tl
 from tandem.kernels.triton_kernels.common import INTERPRETED, begin, dot
 
 SILU_GROUP: tl.constexpr = tl.constexpr(8)  # gate and up rows alternate in groups of 8
-# What `eight_numbers` does of a word and of two negated zero points, in bf16 and fp16.
-EIGHT_BF16: tl.constexpr = tl.constexpr(
-    """{ .reg .b32 a, b, c, d, m, o;
-            mov.b32 m, 0x43004300;
+# What `eight_numbers` does of a word and of two negated zero points: a number's bits become the mantissa of `power`.
+_EIGHT = """{{ .reg .b32 a, b, c, d, m, o;
+            mov.b32 m, {power};
             mov.b32 o, 0x3f803f80;
             shr.b32 b, $8, 4;
             shr.b32 c, $8, 8;
@@ -29,34 +28,16 @@ EIGHT_BF16: tl.constexpr = tl.constexpr(
             lop3.b32 b, b, 0x000f000f, m, 0xea;
             lop3.b32 c, c, 0x000f000f, m, 0xea;
             lop3.b32 d, d, 0x000f000f, m, 0xea;
-            fma.rn.bf16x2 a, a, o, $9;
-            fma.rn.bf16x2 b, b, o, $9;
-            fma.rn.bf16x2 c, c, o, $9;
-            fma.rn.bf16x2 d, d, o, $9;
-            mov.b32 {$0, $4}, a;
-            mov.b32 {$1, $5}, b;
-            mov.b32 {$2, $6}, c;
-            mov.b32 {$3, $7}, d; }"""
-)
-EIGHT_FP16: tl.constexpr = tl.constexpr(
-    """{ .reg .b32 a, b, c, d, m;
-            mov.b32 m, 0x64006400;
-            shr.b32 b, $8, 4;
-            shr.b32 c, $8, 8;
-            shr.b32 d, $8, 12;
-            lop3.b32 a, $8, 0x000f000f, m, 0xea;
-            lop3.b32 b, b, 0x000f000f, m, 0xea;
-            lop3.b32 c, c, 0x000f000f, m, 0xea;
-            lop3.b32 d, d, 0x000f000f, m, 0xea;
-            sub.rn.f16x2 a, a, $9;
-            sub.rn.f16x2 b, b, $9;
-            sub.rn.f16x2 c, c, $9;
-            sub.rn.f16x2 d, d, $9;
-            mov.b32 {$0, $4}, a;
-            mov.b32 {$1, $5}, b;
-            mov.b32 {$2, $6}, c;
-            mov.b32 {$3, $7}, d; }"""
-)
+            {subtract} a, a, {one}$9;
+            {subtract} b, b, {one}$9;
+            {subtract} c, c, {one}$9;
+            {subtract} d, d, {one}$9;
+            mov.b32 {{$0, $4}}, a;
+            mov.b32 {{$1, $5}}, b;
+            mov.b32 {{$2, $6}}, c;
+            mov.b32 {{$3, $7}}, d; }}"""
+EIGHT_BF16: tl.constexpr = tl.constexpr(_EIGHT.format(power="0x43004300", subtract="fma.rn.bf16x2", one="o, "))
+EIGHT_FP16: tl.constexpr = tl.constexpr(_EIGHT.format(power="0x64006400", subtract="sub.rn.f16x2", one=""))
 
 
 @triton.jit

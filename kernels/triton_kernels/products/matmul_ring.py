@@ -29,6 +29,19 @@ copy_in = tma.async_copy_global_to_shared
 
 
 @gluon.jit
+def make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """Two for each slot of a ring: one says that it is full, the other that all READERS have read it."""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=READERS)
+    fence_async_shared()
+    thread_barrier()
+    return ready, empty
+
+
+@gluon.jit
 def share(tiles_n, k_tiles, lanes):
     """(first unit, units) of this program: a unit is one K step of one tile."""
     programs = gl.num_programs(0) // lanes
@@ -189,13 +202,7 @@ def matmul_ring_kernel(
     x_ring = gl.allocate_shared_memory(dtype, [STAGES, TILE_M, TILE_K], x_desc.layout)
     y_tile: gl.constexpr = y_desc.block_type.shape
     y_stages = gl.allocate_shared_memory(y_desc.dtype, [GROUPS, y_tile[0], y_tile[1]], y_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=GROUPS)
-    fence_async_shared()
-    thread_barrier()
+    ready, empty = make_barriers(STAGES, GROUPS)
     first, count = share(tiles_n, k_tiles, lanes)
     for step in range(gl.minimum(count, STAGES)):
         mbarrier.expect(ready.index(step), BYTES)

@@ -14,19 +14,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.kernels.products import quantised_plans
 from tandem.kernels.triton_kernels.products.matmul_quantised import EIGHT_BF16, EIGHT_FP16
-from tandem.kernels.triton_kernels.products.matmul_ring import finish
-from tandem.kernels.triton_kernels.products.matmul_stream import copy_in, leave, part_places, take, thread_barrier
+from tandem.kernels.triton_kernels.products.matmul_ring import finish, make_barriers
+from tandem.kernels.triton_kernels.products.matmul_stream import copy_in, leave, part_places, take
 
 TILE_K: gl.constexpr = gl.constexpr(quantised_plans.INT4_TILE_K)
 WORDS: gl.constexpr = gl.constexpr(quantised_plans.INT4_TILE_K // 8)  # of a row of a tile
@@ -180,13 +174,7 @@ def matmul_ring_int4_kernel(
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TILE_M, TILE_K], x_desc.layout)
     y_tile: gl.constexpr = y_desc.block_type.shape
     y_stages = gl.allocate_shared_memory(y_desc.dtype, [WARPGROUPS, y_tile[0], y_tile[1]], y_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=WARPGROUPS)
-    fence_async_shared()
-    thread_barrier()
+    ready, empty = make_barriers(STAGES, WARPGROUPS)
     tile, _, first, count, _ = share(k_tiles, lanes, SPLITS)
     for step in range(gl.minimum(count, STAGES)):
         mbarrier.expect(ready.index(step), BYTES)
