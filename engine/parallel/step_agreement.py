@@ -41,6 +41,9 @@ class StepAgreement:
         self._gone: set[int] = set()  # that need no step any more
         self._has_left = self._is_closed = False
         self._wake: Callable[[], object] = lambda: None
+        self._readable = selectors.DefaultSelector()
+        for rank, link in self._links.items():  # here: when the thread begins, they may have been closed
+            self._readable.register(link, selectors.EVENT_READ, rank)
         self._reader = watched_thread(self._read, "step-agreement")
         self._reader.start()
 
@@ -95,9 +98,7 @@ class StepAgreement:
 
     def _read(self) -> None:
         received = dict.fromkeys(self._links, b"")
-        with selectors.DefaultSelector() as selector:
-            for rank, link in self._links.items():
-                selector.register(link, selectors.EVENT_READ, rank)
+        with self._readable as selector:
             while selector.get_map():
                 for key, _ in selector.select(0.5):
                     data = self._received(self._links[key.data])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from waiting import PATIENCE_S, wait_until
 
+from tandem.engine.parallel import step_agreement
 from tandem.engine.parallel.step_agreement import StepAgreement
 
 
@@ -113,6 +114,34 @@ def test_an_end_is_told_unless_nobody_needs_steps() -> None:
         assert group.lost == [["node 2 of the group ended"], [], []]
     finally:
         group.close()
+
+
+def test_one_is_closed_before_its_thread_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_begin, failures = threading.Event(), []
+
+    def late_thread(run: Callable[[], object], name: str) -> threading.Thread:
+        def late() -> None:
+            may_begin.wait(PATIENCE_S)
+            try:
+                run()
+            except Exception as error:
+                failures.append(error)
+
+        return threading.Thread(target=late, name=name)
+
+    monkeypatch.setattr(step_agreement, "watched_thread", late_thread)
+    near, far = socket.socketpair()
+    lost: list[str] = []
+    end = StepAgreement({1: near}, lost.append)
+    closing = threading.Thread(target=end.close)
+    closing.start()
+    wait_until(lambda: near.fileno() == -1)
+    may_begin.set()
+    closing.join(PATIENCE_S)
+    far.close()
+    assert not closing.is_alive()
+    assert not failures
+    assert not lost
 
 
 def test_nobody_leaves_a_step_that_another_has_begun() -> None:
