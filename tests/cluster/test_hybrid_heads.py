@@ -98,10 +98,12 @@ def drawn_of(family: Family, roles: list[str], config: str) -> dict[int, list[in
         return {sample: result.output(sample) for sample in (0, 1, 2)}
 
 
+# A decode node does all that one does.
+ONE_AND_SPLIT = [pytest.param(["unified"], marks=pytest.mark.slow), ["decode", "prefill"]]
 FAMILIES = [(qwen2, eagle), (gpt_oss, eagle), (mimo, mtp)]
 
 
-@pytest.mark.parametrize("roles", [["unified"], ["decode", "prefill"]], ids=["one", "split"])
+@pytest.mark.parametrize("roles", ONE_AND_SPLIT, ids=["one", "split"])
 @pytest.mark.parametrize(("make", "guesser"), FAMILIES, ids=["qwen2", "gpt_oss", "mimo"])
 def test_a_head_beside_window_blocks_changes_no_output(
     make: Callable[[Path], Family], guesser: Callable[[Path], str], roles: list[str], tmp_path: Path
@@ -157,7 +159,7 @@ def test_what_slid_out_is_given_back_while_guesses_are_checked(
         pair.check_whole()
 
 
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("caching", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_with_too_few_blocks_sequences_are_preempted_and_come_back(caching: bool, tmp_path: Path) -> None:
     family = qwen2(tmp_path)
     options = {"num_blocks": 28, "chunk": 48, "caching": caching}
@@ -245,7 +247,7 @@ def test_keys_of_a_head_are_those_that_it_has_where_layers_are_kept_together(tmp
         check_keys(keys_of_head(node), expected, num_least=20)
 
 
-@pytest.mark.parametrize("roles", [["unified"], ["decode", "prefill"]], ids=["one", "split"])
+@pytest.mark.parametrize("roles", ONE_AND_SPLIT, ids=["one", "split"])
 def test_a_head_that_knows_the_model_is_right(roles: list[str], tmp_path: Path) -> None:
     model, config = walking_model(tmp_path / "model", apart=True), knowing(tmp_path)
     nodes, where = nodes_of(roles, lambda role: node_options(role, model, speculative_config=config, chunk=32))
@@ -273,7 +275,7 @@ def knowing(folder: Path) -> str:
 # --- a draft model ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_blocks", [256, 40])
+@pytest.mark.parametrize("num_blocks", [pytest.param(256, marks=pytest.mark.slow), 40])
 def test_a_draft_model_beside_window_blocks_is_right_where_it_is_the_model(num_blocks: int, tmp_path: Path) -> None:
     """Its twins are those of blocks. The prefill node knows of no draft model, and keeps layers apart alike."""
     model = tiny_model("qwen2_hybrid")

@@ -8,7 +8,7 @@ from decode_trio import joined, trio
 from held_blocks import most_held
 from node_child import NodeChild
 from pull_nodes import make_nodes
-from split_pair import GREEDY, SAMPLED, TWO_WAYS, changed, make_pair
+from split_pair import GREEDY, SAMPLED, changed, make_pair
 from tier_nodes import always_loading, until_saved
 from tiny_hf_models import tiny_hf_model
 
@@ -30,7 +30,7 @@ def bytes_of(num_tokens: int) -> int:
 
 
 # README says: "Layers that look back a window of tokens keep and hand over that window alone"
-@pytest.mark.parametrize("way", TWO_WAYS)
+@pytest.mark.parametrize("way", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_a_pair_hands_over_the_last_window_of_layers_that_slide(way: str) -> None:
     model, prompt = tiny_model(MODEL), random_prompt(700, seed=3)
     with make_pair(way, model=model, prefill={"chunk": 64}) as pair:

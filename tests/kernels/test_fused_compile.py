@@ -113,13 +113,18 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {**MOVE, "PAIRS": 8, "ALIGNMENT": 16, "HAS_SUMS": True, "SEGMENT": 8192},
     ),
 }  # fmt: skip
-
-
+LARGE = ("rope-adapted", "add_rms_norm_adapted")  # compiled for one generation; `make soak` compiles them for others
 WARPS = {"add_rms_norm_adapted": 16}  # as it is launched: with fewer a thread has more than a compiler does in time
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        pytest.param(name, capability, marks=[pytest.mark.slow] if name in LARGE and capability != 90 else [])
+        for name in CASES
+        for capability in (80, 90, 100)
+    ],
+)
 def test_compiles(name: str, capability: int) -> None:
     kernel, types, constants = CASES[name]
     if capability == 80 and name in ("rope-fp8", "add_rms_norm_rounded"):

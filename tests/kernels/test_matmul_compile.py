@@ -191,7 +191,10 @@ def test_one_row_over_scaled_weights_compiles() -> None:
     assert "e4m3" in compile_kernel(matmul_rows_scaled_kernel, types, constants).asm["ptx"]
 
 
-@pytest.mark.parametrize(("inputs", "flags"), [(4096, {"silu": True}), (14336, {"has_bias": True})])
+@pytest.mark.parametrize(
+    ("inputs", "flags"),
+    [(4096, {"silu": True, "has_bias": True}), pytest.param(14336, {"has_bias": True}, marks=pytest.mark.slow)],
+)
 def test_one_row_over_4_bits_compiles(inputs: int, flags: dict[str, bool]) -> None:
     plan = choose_hopper_plan(1, 28672, inputs, 128, 4)
     assert isinstance(plan, Int4RowPlan)

@@ -42,7 +42,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cross": ("fp16", {"head_size": 128, "block_size": 16, "has_cache": True, "has_soft_cap": True, "causal": False}),
 }  # fmt: skip
 # Each of their options is another's, too: these are compiled by `make soak`.
-MET_ELSEWHERE = ("plain", "alibi", "large-heads", "small-heads")
+MET_ELSEWHERE = ("plain", "alibi", "large-heads-all", "small-heads")
 
 
 def compile_variant(dtype: str, **options: Any) -> Any:

@@ -96,23 +96,28 @@ def is_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-def own_fields(node: ast.AST, context: type) -> set[str]:
+@cache
+def own_fields(node: ast.AST, context: type) -> frozenset[str]:
     """Fields of `self` that are read (ast.Load) or set (ast.Store) there."""
     found = (each for each in ast.walk(node) if isinstance(each, ast.Attribute) and is_self(each.value))
-    return {each.attr for each in found if isinstance(each.ctx, context)}
+    return frozenset(each.attr for each in found if isinstance(each.ctx, context))
 
 
 def set_from_outside(tree: ast.Module, records: set[str]) -> Iterator[ast.Attribute]:
     """Assignments to fields of what is neither `self`, nor a record, nor made by the class that the line is in."""
-    for node in ast.walk(tree):
-        is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        if is_set and not (is_self(node.value) or node.attr in records or is_made_here(tree, node)):
+    made_here = {
+        node
+        for kind in classes(tree)
+        for node in fields_set(kind)
+        if isinstance(node.value, ast.Name) and node.attr in own_fields(kind, ast.Store)
+    }
+    for node in fields_set(tree):
+        if not (is_self(node.value) or node.attr in records or node in made_here):
             yield node
 
 
-def is_made_here(tree: ast.Module, target: ast.Attribute) -> bool:
-    around = [kind for kind in classes(tree) if any(node is target for node in ast.walk(kind))]
-    return isinstance(target.value, ast.Name) and any(target.attr in own_fields(kind, ast.Store) for kind in around)
+def fields_set(tree: ast.AST) -> list[ast.Attribute]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
 
 
 def too_early(kind: ast.ClassDef) -> Iterator[tuple[int, str, str]]:
