@@ -135,10 +135,10 @@ def launch_rows_scaled(
     silu: bool,
 ) -> None:
     """out = x @ weight^T (+ bias, or gated) of one row in bf16; a warp has 512 bytes of an output's weights at once."""
-    (num_outputs, num_inputs), scales = weight.shape, weight.scales
+    (num_outputs, num_inputs), scales = weight.shape, _scales_of(weight)
     assert plan.is_valid(1, num_outputs, num_inputs), f"{plan} for {weight.shape}"
     assert plan.tile_k == 512 * plan.warps, f"{plan} for 8 bits"
-    _check_one_row(x_MK, weight)
+    _check_one_row(x_MK)
     matmul_rows_scaled_kernel[(num_outputs // plan.tile_n,)](
         x_MK, weight.values, scales, scales if bias_N is None else bias_N, out_MN, weight.values.stride(0) // 16,
         scales.stride(0) // 8, launch_pdl=True,
@@ -165,9 +165,9 @@ def launch_rows_int4(
     silu: bool,
 ) -> None:
     """out = x @ weight^T (+ bias, or gated) of one row in bf16, over 4 bits."""
-    (num_outputs, num_inputs), scales, zeros = weight.shape, weight.scales, _zeros_of(weight)
+    (num_outputs, num_inputs), scales, zeros = weight.shape, _scales_of(weight), _zeros_of(weight)
     assert plan.is_valid(1, num_outputs, num_inputs), f"{plan} for {weight.shape}"
-    _check_one_row(x_MK, weight)
+    _check_one_row(x_MK)
     matmul_rows_int4_kernel[(num_outputs // (plan.tile_n * plan.tiles),)](
         x_MK.view(torch.int32), weight.words, scales, zeros, scales if bias_N is None else bias_N, out_MN,
         weight.values.stride(0) // 16, scales.stride(0) // 8, launch_pdl=True,
@@ -196,7 +196,8 @@ def launch_ring_int4(
     silu: bool,
 ) -> None:
     """out = x @ weight^T (+ bias, or gated) in 16 bits, over 4 bits. Rows of x start at multiples of 16 bytes."""
-    (num_rows, num_inputs), (num_outputs, _), scales, zeros = x_MK.shape, weight.shape, weight.scales, _zeros_of(weight)
+    (num_rows, num_inputs), (num_outputs, _) = x_MK.shape, weight.shape
+    scales, zeros = _scales_of(weight), _zeros_of(weight)
     assert plan.is_valid(num_rows, num_outputs, num_inputs), f"{plan} for {num_rows} rows of {weight.shape}"
     assert weight.group % INT4_TILE_K == 0, f"groups of {weight.group}"
     matmul_ring_int4_kernel[(plan.grid(num_rows, num_outputs),)](
@@ -227,13 +228,16 @@ def _zeros_of(weight: QuantisedWeight) -> torch.Tensor:
     """The zero points of numbers of 4 bits, which lie as the scales do."""
     assert weight.zeros is not None, "numbers of 4 bits"
     assert weight.scales.stride() == weight.zeros.stride(), "scales and zeros lie differently"
-    assert weight.scales.stride(0) % 8 == 0, "scales of groups must start at multiples of 8"
     return weight.zeros
 
 
-def _check_one_row(x_MK: torch.Tensor, weight: QuantisedWeight) -> None:
-    assert (len(x_MK), x_MK.dtype) == (1, torch.bfloat16), "one row in bf16"
+def _scales_of(weight: QuantisedWeight) -> torch.Tensor:
     assert weight.scales.stride(0) % 8 == 0, "scales of groups must start at multiples of 8"
+    return weight.scales
+
+
+def _check_one_row(x_MK: torch.Tensor) -> None:
+    assert (len(x_MK), x_MK.dtype) == (1, torch.bfloat16), "one row in bf16"
 
 
 def _launch_stream(
