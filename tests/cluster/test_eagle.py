@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 from eagle_heads import DEMO, knowing_head, random_head, walking_model
 from quantised_checkpoints import mxfp4_folders
-from served_head import GREEDY, check_adapters, check_knowing, check_knowing_on_ranks, check_moved, nodes_of
+from served_head import (
+    GREEDY,
+    ONE_AND_SPLIT,
+    check_adapters,
+    check_knowing,
+    check_knowing_on_ranks,
+    check_moved,
+    nodes_of,
+)
 from split_pair import changed
 from tiny_hf_models import tiny_hf_model
 
@@ -43,11 +51,7 @@ def check_split(model: Path, twin: Path, config: str) -> Node:
     return nodes[0]
 
 
-@pytest.mark.parametrize(
-    "roles",
-    [pytest.param(["unified"], marks=pytest.mark.slow), ["decode", "prefill"]],  # a decode node does all that one does
-    ids=["one", "split"],
-)
+@pytest.mark.parametrize("roles", ONE_AND_SPLIT, ids=["one", "split"])
 def test_a_head_that_knows_the_model_is_right(roles: list[str], tmp_path: Path) -> None:
     model, config = walking_model(tmp_path / "model"), headed(knowing_head(tmp_path / "head"))
     nodes, where = nodes_of(roles, lambda role: node_options(role, model, speculative_config=config, chunk=32))

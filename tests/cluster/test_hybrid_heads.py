@@ -16,7 +16,7 @@ from held_blocks import most_held
 from mtp_heads import random_mtp
 from pull_nodes import make_nodes
 from quantised_checkpoints import mxfp4_folders
-from served_head import check_knowing, check_knowing_on_ranks, check_moved, nodes_of
+from served_head import ONE_AND_SPLIT, check_knowing, check_knowing_on_ranks, check_moved, nodes_of
 from split_pair import GREEDY, SAMPLED, changed, make_pair
 from tier_nodes import always_loading, until_saved
 from tiny_hf_models import tiny_hf_model
@@ -98,8 +98,6 @@ def drawn_of(family: Family, roles: list[str], config: str) -> dict[int, list[in
         return {sample: result.output(sample) for sample in (0, 1, 2)}
 
 
-# A decode node does all that one does.
-ONE_AND_SPLIT = [pytest.param(["unified"], marks=pytest.mark.slow), ["decode", "prefill"]]
 FAMILIES = [(qwen2, eagle), (gpt_oss, eagle), (mimo, mtp)]
 
 

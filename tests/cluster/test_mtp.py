@@ -13,7 +13,15 @@ import torch
 from eagle_heads import DEMO
 from mtp_heads import FAMILIES, MtpCheckpoint, knowing_mtp, random_mtp
 from quantised_checkpoints import quantised_folders
-from served_head import GREEDY, check_adapters, check_knowing, check_knowing_on_ranks, check_moved, nodes_of
+from served_head import (
+    GREEDY,
+    ONE_AND_SPLIT,
+    check_adapters,
+    check_knowing,
+    check_knowing_on_ranks,
+    check_moved,
+    nodes_of,
+)
 from split_pair import SAMPLED, changed
 
 from in_process_cluster import Node, client_of, node_options
@@ -34,11 +42,7 @@ def of_roles(roles: list[str], model: Path, **options: object) -> tuple[list[Nod
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("mimo", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "roles",
-    [pytest.param(["unified"], marks=pytest.mark.slow), ["decode", "prefill"]],  # a decode node does all that one does
-    ids=["one", "split"],
-)
+@pytest.mark.parametrize("roles", ONE_AND_SPLIT, ids=["one", "split"])
 def test_a_head_that_knows_the_model_is_right(roles: list[str], family: str, tmp_path: Path) -> None:
     nodes, where = of_roles(roles, knowing_mtp(tmp_path, family).served, speculative_config=guessing(), chunk=32)
     check_knowing(nodes, where, most_steps=35)

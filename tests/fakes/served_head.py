@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import pytest
 import torch
 from decode_trio import Trio, joined
 from eagle_heads import SIZE, next_tokens
@@ -35,6 +36,8 @@ from tandem.node.drafting.heads import LoadedHead
 from tandem.node.setup import load
 from tiny_models import VOCAB, random_prompt
 
+# A decode node does all that one does.
+ONE_AND_SPLIT = [pytest.param(["unified"], marks=pytest.mark.slow), ["decode", "prefill"]]
 BLOCKS = (4, 9, 2, 20)
 PROMPT = [7 * place % SIZE for place in range(90)]  # of models that walk
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)

@@ -49,8 +49,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 # The large ones of each kernel, and those of rank 8, are compiled for one generation, the others for both; `make soak`
 # compiles the rest.
 FOR_ONE = (
-    "shrink",
-    "prompts-expand",
     "shrink-8",
     "expand-silu-8",
     "prompts-expand-8",

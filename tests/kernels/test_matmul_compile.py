@@ -193,7 +193,11 @@ def test_one_row_over_scaled_weights_compiles() -> None:
 
 @pytest.mark.parametrize(
     ("inputs", "flags"),
-    [(4096, {"silu": True, "has_bias": True}), pytest.param(14336, {"has_bias": True}, marks=pytest.mark.slow)],
+    [
+        (4096, {"silu": True}),
+        (4096, {"has_bias": True}),
+        pytest.param(14336, {"has_bias": True}, marks=pytest.mark.slow),
+    ],
 )
 def test_one_row_over_4_bits_compiles(inputs: int, flags: dict[str, bool]) -> None:
     plan = choose_hopper_plan(1, 28672, inputs, 128, 4)

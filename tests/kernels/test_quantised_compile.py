@@ -33,7 +33,7 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-@pytest.mark.parametrize("capability", [89, pytest.param(90, marks=pytest.mark.slow)])  # 90 is what GPU tests run
+@pytest.mark.parametrize("capability", [89, 90])
 @pytest.mark.parametrize(
     ("num_rows", "group", "bits", "silu"),
     [

@@ -83,7 +83,7 @@ CASES = {
     "write-fp8": (90, ("blocks.cache_write", "cache_write_kernel", torch.bfloat16, {**WRITE, "IS_FP8": True})),
     "copy": (80, ("blocks.copy_blocks", "copy_blocks_kernel", torch.bfloat16, {"CHUNK": 2048})),
 }
-# Each of their options is another case's, too (fp32 that of decodes): these are compiled by `make soak`.
+# Each of their options is another case's, too, or, as prompts in fp32, what GPU tests run: `make soak` compiles these.
 MET_ELSEWHERE = ("prefill-sm100", "prefill-fp8", "prefill-fp32-128")
 
 

@@ -12,6 +12,7 @@ from waiting import PATIENCE_S, wait_until
 
 from tandem.engine.parallel import step_agreement
 from tandem.engine.parallel.step_agreement import StepAgreement
+from tandem.engine.process.watched import watched_thread
 
 
 class Group:
@@ -117,17 +118,14 @@ def test_an_end_is_told_unless_nobody_needs_steps() -> None:
 
 
 def test_one_is_closed_before_its_thread_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    may_begin, failures = threading.Event(), []
+    may_begin, failures = threading.Event(), list[BaseException]()
 
     def late_thread(run: Callable[[], object], name: str) -> threading.Thread:
         def late() -> None:
             may_begin.wait(PATIENCE_S)
-            try:
-                run()
-            except Exception as error:
-                failures.append(error)
+            run()
 
-        return threading.Thread(target=late, name=name)
+        return watched_thread(late, name, on_failure=failures.append)
 
     monkeypatch.setattr(step_agreement, "watched_thread", late_thread)
     near, far = socket.socketpair()
