@@ -202,7 +202,8 @@ def _int4_ring_plans(num_rows: int, num_outputs: int, num_inputs: int) -> list[I
         return [Int4RingPlan(64, 128, 4)]
     if num_rows <= 32:
         return []
-    plan = Int4RingPlan(64, 64, 8) if num_rows <= 64 else Int4RingPlan(64, 128, 4)
+    is_small = num_outputs * num_inputs <= SMALL
+    plan = Int4RingPlan(64, 64, 8) if num_rows <= 64 or is_small else Int4RingPlan(64, 128, 4)
     tiles = max(plan.grid(num_rows, num_outputs), 1)
     splits = max(1, min(MULTIPROCESSORS // tiles, num_inputs // INT4_TILE_K // INT4_LEAST_STEPS))
     return [plan._replace(splits=splits)] if tiles * splits >= MULTIPROCESSORS // 2 else []

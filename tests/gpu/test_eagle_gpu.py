@@ -21,12 +21,15 @@ ASKED = {
 }
 
 
-def serve(model: Path, head: Path | None, prompt: list[int], **changes: object) -> tuple[list[list[int]], dict]:
+def serve(
+    model: Path, head: Path | None, prompt: list[int], model_impl: str = "auto", **changes: object
+) -> tuple[list[list[int]], dict]:
     """Outputs, and what became of guesses. In float32, where two tokens are hardly ever equal but for the last bits.
     Nothing is known of what steps take, so that all that is likely is guessed."""
     config = "" if head is None else json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 4})
     options = node_options("unified", model, device="cuda", block_size=64, speculative_config=config, **changes)
-    node = Node(type(options)(**{**vars(options), "model": ModelOptions(str(model), dtype="float32")}))
+    read = ModelOptions(str(model), dtype="float32", model_impl=model_impl)
+    node = Node(type(options)(**{**vars(options), "model": read}))
     with client_of([node]) as client:
         scheduler = node.process.logic.scheduler
         scheduler.state.step_times = StepTimes()
@@ -57,4 +60,16 @@ def test_a_head_that_knows_the_model_is_right(graphs: bool, apart: bool, tmp_pat
     print(counters)
     assert guessed == plain
     # A few of those that are drawn aren't the likeliest ones; the head's distribution is the model's but for the scale.
+    assert counters["spec_accepted_tokens"] > 0.7 * counters["spec_draft_tokens"] > 50
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_head_beside_transformers_modules_is_as_right(graphs: bool, tmp_path: Path) -> None:
+    """Its features come from hooks on the modules, in prompts as in graphs."""
+    prompt = [7 * place % SIZE for place in range(90)]
+    model, head = walking_model(tmp_path / "model"), knowing_head(tmp_path / "head")
+    plain, _ = serve(model, None, prompt, "transformers")
+    guessed, counters = serve(model, head, prompt, "transformers", cuda_graphs=graphs)
+    print(counters)
+    assert guessed == plain
     assert counters["spec_accepted_tokens"] > 0.7 * counters["spec_draft_tokens"] > 50
