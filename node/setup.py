@@ -28,7 +28,7 @@ from tandem.engine.running.at_start.memory import profile_free_bytes
 from tandem.engine.running.runner_needs import Model
 from tandem.engine.scheduling.speculation.options import DraftModelOptions, PromptLookup, read_speculative_config
 from tandem.node.drafting.engine import LoadedDraft, load_draft
-from tandem.node.drafting.heads import LoadedHead, load_head
+from tandem.node.drafting.heads import LoadedHead, load_head, reads_mtp
 from tandem.node.precise.another_cache import OverAnotherCache
 from tandem.node.ranks.expert_groups import check_expert_group, join_expert_group
 
@@ -126,7 +126,7 @@ def load(
     group = None if membership is None else TensorParallel.join(membership, device, most, config.hidden_size, dtype)
     experts = join_expert_group(options, device, most)
     parts = folder, config, options.model, device, dtype, options.attention_backend
-    model = load_chosen(*parts, group, on_loaded, experts)
+    model = load_chosen(*parts, group, on_loaded, experts, reads_mtp(options))
     if cache.calculate_kv_scales:
         layout = _with_measured_scales(layout, model, config, options, max_model_len, device, dtype)
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)

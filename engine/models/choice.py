@@ -84,13 +84,16 @@ def load_chosen(
     group: TensorParallel | None = None,
     on_loaded: Callable[[float], None] | None = None,
     expert_group: ExpertGroup | None = None,
+    reads_mtp: bool = False,
 ) -> DecoderModel | HFModel:
-    """The model, as `load_model` or `load_hf_model` makes it. Raises CheckpointError, ConfigError."""
+    """The model, as `load_model` or `load_hf_model` makes it. `reads_mtp`: a head will take the layer behind its last.
+    Raises CheckpointError, ConfigError."""
     if isinstance(config, ModelConfig):
         return load_model(folder, config, options, device, dtype, attention_backend, group, on_loaded, expert_group)
     from tandem.engine.models.hf.loader import load_hf_model
 
-    return load_hf_model(folder, config, options, device, dtype, attention_backend, group, on_loaded, expert_group)
+    parts = folder, config, options, device, dtype, attention_backend
+    return load_hf_model(*parts, group, on_loaded, expert_group, reads_mtp)
 
 
 def check_shares(folder: Path, options: ModelOptions, shard: Shard) -> int:

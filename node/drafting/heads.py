@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import torch
@@ -31,6 +31,9 @@ from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.speculation.head_tokens import HeadRow, HeadTokens
 from tandem.engine.scheduling.speculation.options import EagleOptions, MtpOptions, read_speculative_config
 
+if TYPE_CHECKING:
+    from tandem.engine.models.hf.model import HFModel
+
 DRIVER_BYTES_PER_GRAPH = 2 << 20  # of some 20 kernels; a guess
 MEASURED_ROWS = (1, 4, 8, 16, 32, 64, 128, 256)  # a guess
 REPEATS = 5  # a guess; the shortest counts, since only serving makes what is known longer
@@ -52,6 +55,11 @@ class LoadedHead:
         return 2 * len(graph_sizes(rows)) * DRIVER_BYTES_PER_GRAPH + 2 * rows * row_bytes
 
 
+def reads_mtp(options: NodeOptions) -> bool:
+    """Whether the node's head is a layer of the model's own checkpoint."""
+    return isinstance(read_speculative_config(options.scheduler.speculative_config), MtpOptions)
+
+
 def load_head(
     options: NodeOptions,
     model: Model,
@@ -66,14 +74,13 @@ def load_head(
     asked = read_speculative_config(options.scheduler.speculative_config)
     if not isinstance(asked, EagleOptions | MtpOptions):
         return None
-    served: HeadedModel
+    served = cast("HeadedModel", model)
     if isinstance(asked, MtpOptions):
         _check(options, layout, "mtp")
-        served = _own(model)
-        head, config = _mtp(asked, options, served, folder)
+        head, config = _mtp(asked, options, model, folder)
     else:
         _check(options, layout, "eagle3")
-        served, folder = cast("HeadedModel", model), resolve_model(asked.model, asked.revision)
+        folder = resolve_model(asked.model, asked.revision)
         head, config = _eagle(asked, options, served, folder, max_model_len)
     served.take_guess_head(head)
     group = msgspec.structs.replace(layout.group, num_layers=layout.group.num_layers + 1)
@@ -92,13 +99,16 @@ def _eagle(
     return fill_head(head, whole, folder, options.model.load_format), config
 
 
-def _mtp(
-    asked: MtpOptions, options: NodeOptions, model: DecoderModel, folder: Path
-) -> tuple[GuessHead, msgspec.Struct]:
+def _mtp(asked: MtpOptions, options: NodeOptions, model: Model, folder: Path) -> tuple[GuessHead, msgspec.Struct]:
     """The same of the layer in the model's own folder."""
-    config, load_format = load_mtp_config(folder, model.config), options.model.load_format
-    head = load_mtp_head(folder, config, model, asked.num_speculative_tokens, load_format, options.attention_backend)
-    return head, config
+    rest = asked.num_speculative_tokens, options.model.load_format, options.attention_backend
+    if isinstance(model, DecoderModel):
+        config = load_mtp_config(folder, model.config)
+        return load_mtp_head(folder, config, model, *rest), config
+    from tandem.engine.models.heads.hf_mtp_loader import load_hf_mtp_head  # importing this takes seconds
+
+    hf_model = cast("HFModel", model)
+    return load_hf_mtp_head(folder, hf_model, *rest), hf_model.config
 
 
 def _check(options: NodeOptions, layout: KVLayout, method: str) -> None:
@@ -117,16 +127,6 @@ def _check(options: NodeOptions, layout: KVLayout, method: str) -> None:
     for fails, why in refused:
         if fails:
             raise ConfigError(f"--speculative-config: {why}")
-
-
-def _own(model: Model) -> DecoderModel:
-    """The model. Raises ConfigError where transformers' modules compute it."""
-    if not isinstance(model, DecoderModel):
-        raise ConfigError(
-            "--speculative-config: mtp is built for models of Tandem's own modules, and this one runs by "
-            "transformers': choose another method"
-        )
-    return model
 
 
 def make_head_steps(head: GuessHead, served: ModelRunner, followers: HeadFollowers | None = None) -> HeadSteps:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from expert_nodes import group_of, start_children, start_group, stop_group
+from mtp_heads import random_mtp
 from quantised_checkpoints import mxfp4_folders, quantised_folders
 from split_pair import GREEDY, SAMPLED, changed
 from tiny_hf_models import tiny_hf_model
@@ -128,18 +129,37 @@ def test_groups_of_experts_in_mxfp4(tmp_path: Path) -> None:
         check_hand_overs(twin, [node.info for node in prefill], [node.info for node in decode])
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", pytest.param("glm4_moe", marks=pytest.mark.slow)])
-def test_groups_of_models_that_run_by_transformers_modules(kind: str) -> None:
-    """In processes of their own, since transformers loads one model at a time. One computes for the other."""
-    folder = tiny_hf_model(kind)
-    children = start_children("unified", str(folder), transport="shm")
+@pytest.mark.parametrize(
+    ("kind", "guesses"),
+    [("gpt_oss", False), *(pytest.param("glm4_moe", guesses, marks=pytest.mark.slow) for guesses in (False, True))],
+    ids=["gpt_oss", "glm", "glm-guesses"],
+)
+def test_groups_of_models_that_run_by_transformers_modules(kind: str, guesses: bool, tmp_path: Path) -> None:
+    """In processes of their own, since transformers loads one model at a time. One computes for the other, and guesses
+    for itself."""
+    folder = served = tiny_hf_model(kind)
+    config = '{"method": "mtp", "num_speculative_tokens": 2}' if guesses else ""
+    if guesses:
+        served = random_mtp(tmp_path, kind).served
+    children = start_children("unified", str(served), transport="shm", speculative_config=config)
     nodes = [child.infos[0] for child in children]
     try:
         check_hand_overs(folder, nodes[:1], nodes[1:])
         check_hand_overs(folder, nodes[1:], nodes[:1])
+        if guesses:
+            check_guessed(nodes[0])
     finally:
         for child in children:
             child.stop()
+
+
+def check_guessed(node: NodeInfo) -> None:
+    client = Client(node)
+    try:
+        client.until(lambda: node.node_id in client.statuses)
+        assert client.statuses[node.node_id].counters["spec_draft_tokens"] > 0
+    finally:
+        client.close()
 
 
 def check_hand_overs(folder: Path, prefill: list[NodeInfo], decode: list[NodeInfo]) -> None:

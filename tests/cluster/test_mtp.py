@@ -4,6 +4,7 @@ wherever KV came from."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from served_head import (
     nodes_of,
 )
 from split_pair import SAMPLED, changed
+from tiny_adapters import ALL
 
 from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.config import ModelOptions
@@ -41,7 +43,7 @@ def of_roles(roles: list[str], model: Path, **options: object) -> tuple[list[Nod
     return nodes_of(roles, lambda role: node_options(role, model, **options))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("mimo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("mimo", marks=pytest.mark.slow), "glm4_moe"])
 @pytest.mark.parametrize("roles", ONE_AND_SPLIT, ids=["one", "split"])
 def test_a_head_that_knows_the_model_is_right(roles: list[str], family: str, tmp_path: Path) -> None:
     nodes, where = of_roles(roles, knowing_mtp(tmp_path, family).served, speculative_config=guessing(), chunk=32)
@@ -54,6 +56,8 @@ def test_a_head_that_knows_the_model_is_right(roles: list[str], family: str, tmp
         ("deepseek_v3", {"prefill": 2, "decode": 2}),
         ("mimo", {"prefill": 1, "decode": 2}),
         ("deepseek_v3", {"unified": 2}),
+        ("glm4_moe", {"unified": 2}),
+        ("glm4_moe", {"prefill": 1, "decode": 2}),
     ],
     ids=str,
 )
@@ -69,8 +73,10 @@ def test_ranks_share_a_head_out(family: str, ranks: dict[str, int], tmp_path: Pa
         pytest.param("deepseek_v3", ["unified"], FEW_BLOCKS, marks=pytest.mark.slow),
         pytest.param("mimo", ["decode", "prefill"], {"chunk": 32}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", ["decode", "prefill"], {"chunk": 32}, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", ["unified"], FEW_BLOCKS, marks=pytest.mark.slow),
+        ("glm4_moe", ["decode", "prefill"], {"chunk": 32}),
     ],
-    ids=["mimo-one", "deepseek-one", "mimo-split", "deepseek-split"],
+    ids=["mimo-one", "deepseek-one", "mimo-split", "deepseek-split", "glm-one", "glm-split"],
 )
 def test_a_head_of_random_weights_changes_no_output(
     family: str, roles: list[str], options: dict[str, object], tmp_path: Path
@@ -99,15 +105,24 @@ def test_a_head_of_random_weights_changes_no_output(
     assert counters["spec_draft_tokens"] > 20
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("mimo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", *(pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES[1:])]
+)
 def test_a_stream_that_moves_takes_what_its_head_keeps_along(family: str, tmp_path: Path) -> None:
     model = knowing_mtp(tmp_path, family).served
     check_moved(lambda role: node_options(role, model, speculative_config=guessing()))
 
 
-def test_adapters_and_log_probabilities_of_prompts_stay_what_they_are(tmp_path: Path) -> None:
-    checkpoint = random_mtp(tmp_path, "mimo")
-    check_adapters(checkpoint.served, checkpoint.plain, guessing(), random_prompt(50, seed=1), tmp_path / "adapter")
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("mimo", ALL), pytest.param("glm4_moe", ("q_proj", "o_proj"), marks=pytest.mark.slow)],  # its experts take none
+    ids=["mimo", "glm"],
+)
+def test_adapters_and_log_probabilities_of_prompts_stay_what_they_are(
+    family: str, targets: Sequence[str], tmp_path: Path
+) -> None:
+    checkpoint, prompt = random_mtp(tmp_path, family), random_prompt(50, seed=1)
+    check_adapters(checkpoint.served, checkpoint.plain, guessing(), prompt, tmp_path / "adapter", targets)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,7 +135,7 @@ def test_a_head_is_one_more_layer_and_part_of_the_identity(family: str, tmp_path
     assert len({loaded.identity.key() for loaded in (plain, one)}) == 2
     assert former.identity.key() == one.identity.key()
     assert one.layout.group.num_layers == plain.layout.group.num_layers + 1
-    assert one.layout.group.kind == plain.layout.group.kind == ("full" if family == "mimo" else "latent")
+    assert one.layout.group.kind == plain.layout.group.kind == ("latent" if family == "deepseek_v3" else "full")
     checkpoint.rewrite({f"{checkpoint.prefix}input_layernorm.weight": torch.ones(64)})
     other = load(node_options("prefill", checkpoint.served, speculative_config=guessing()))
     assert other.identity.key() != one.identity.key()
@@ -143,6 +158,8 @@ def refusal(checkpoint: MtpCheckpoint, model: ModelOptions | None = None, **opti
         ("deepseek_v3", {"num_nextn_predict_layers": 0}, "is 0: the checkpoint has no layer that guesses"),
         ("mimo", {"num_nextn_predict_layers": 0}, "is 0: the checkpoint has no layer that guesses"),
         ("mimo", {"num_nextn_predict_layers": 2}, "2 layers that guess, of which each does one place"),
+        ("glm4_moe", {"num_nextn_predict_layers": 0}, "is 0: the checkpoint has no layer that guesses"),
+        ("glm4_moe", {"num_nextn_predict_layers": 2}, "2 layers that guess, of which each does one place"),
         ("mimo", {"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers is '1'; repair the file"),
         ("mimo", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "a sliding window"),
     ],
@@ -156,7 +173,7 @@ def test_what_config_says_and_is_not_computed_is_refused(
 
 
 def test_models_without_such_a_layer_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"mtp is built for deepseek_v3 and mimo, this is llama: choose another"):
+    with pytest.raises(ConfigError, match=r"mtp is built for deepseek_v3 and mimo, .*; this is llama: choose another"):
         load(node_options("unified", DEMO, speculative_config=guessing()))
 
 
@@ -165,6 +182,7 @@ def test_models_without_such_a_layer_are_refused_by_name() -> None:
     [
         ("deepseek_v3", {"compile": True}, "mtp doesn't go with --compile"),
         ("mimo", {"kv_cache_dtype": "fp8_e4m3"}, "leave --kv-cache-dtype out"),
+        ("glm4_moe", {"compile": True}, "mtp doesn't go with --compile"),
     ],
 )
 def test_options_that_a_head_does_not_go_with_are_refused(
@@ -173,10 +191,10 @@ def test_options_that_a_head_does_not_go_with_are_refused(
     assert says in refusal(random_mtp(tmp_path, family), **changes)
 
 
-def test_models_of_transformers_modules_have_no_such_layer(tmp_path: Path) -> None:
+def test_other_models_of_transformers_modules_are_refused_by_name(tmp_path: Path) -> None:
     checkpoint = random_mtp(tmp_path, "deepseek_v3")
-    model = ModelOptions(str(checkpoint.plain), model_impl="transformers")
-    assert "Tandem's own modules, and this one runs by transformers': choose" in refusal(checkpoint, model)
+    model = ModelOptions(str(checkpoint.served), model_impl="transformers")
+    assert "this is deepseek_v3 by transformers' modules: choose another method" in refusal(checkpoint, model)
 
 
 def test_quantised_mimo_is_refused_with_what_to_take(tmp_path: Path) -> None:
@@ -193,10 +211,11 @@ def test_a_checkpoint_without_or_with_a_torn_head_is_refused(family: str, tmp_pa
     whole, prefix = checkpoint.tensors(), checkpoint.prefix
     own = [name for name in whole if name.startswith(prefix)]
     norm = f"{prefix}input_layernorm.weight"
+    shapes = "another shape" if family == "glm4_moe" else "shape [32], config.json asks for [64]"
     for tensors, says in (
         ({norm: None}, f"no shard holds {norm}"),
-        ({norm: torch.ones(32)}, f"{norm} has shape [32], config.json asks for [64]"),
-        ({norm: whole[norm], f"{prefix}extra": torch.ones(2)}, f"holds {prefix}extra"),
+        ({norm: torch.ones(32)}, f"{norm} has {shapes}"),
+        ({norm: whole[norm], f"{prefix}extra": torch.ones(2)}, f"{prefix}extra, which a model of"),
         (dict.fromkeys([*own, f"{prefix}extra"]), f"no shard holds {prefix}*, the layer that guesses"),
     ):
         checkpoint.rewrite(tensors)

@@ -1,5 +1,5 @@
-"""Tiny checkpoints with a layer that guesses (multi-token prediction), named as DeepSeek-V3's and MiMo's are: of random
-weights, and ones that know their model."""
+"""Tiny checkpoints with a layer that guesses (multi-token prediction), named as those of DeepSeek-V3, GLM-4.5 and MiMo
+are: of random weights, and ones that know their model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiny_hf_models import tiny_hf_model
 
 from tiny_models import tiny_model
 
-FAMILIES = ("deepseek_v3", "mimo")
+FAMILIES = ("deepseek_v3", "mimo", "glm4_moe")  # the last runs by transformers' modules
 Tensors = dict[str, torch.Tensor]
 
 
@@ -109,8 +109,8 @@ def _plain_model(family: str) -> tuple[dict[str, Any], Tensors]:
         generator = torch.Generator().manual_seed(5)
         weights["lm_head.weight"] = torch.randn(weights["model.embed_tokens.weight"].shape, generator=generator)
         config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "tie_word_embeddings": False}
-        config |= {"num_nextn_predict_layers": 1, "attention_bias": True, "layer_types": None}
-    return config, weights
+        config |= {"attention_bias": True, "layer_types": None}
+    return config | {"num_nextn_predict_layers": 1}, weights
 
 
 def _readable(config: dict[str, Any]) -> dict[str, Any]:

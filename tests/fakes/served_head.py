@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from eagle_heads import SIZE, next_tokens
 from handmade_steps import BLOCK, NUM_BLOCKS, RunsDirectly, new_slot, with_windows
 from node_child import NodeChild
 from split_pair import changed
-from tiny_adapters import tiny_adapter
+from tiny_adapters import ALL, tiny_adapter
 
 from in_process_cluster import Client, Node, client_of, node_options
 from tandem.engine.adapters.adapter_files import read_adapter
@@ -169,10 +169,12 @@ def check_moved(options_of: Callable[[str], NodeOptions]) -> None:
         assert counts["spec_accepted_tokens"] >= 0.8 * counts["spec_draft_tokens"] > 20, counts
 
 
-def check_adapters(model: Path, plain: Path, config: str, prompt: list[int], folder: Path) -> None:
+def check_adapters(
+    model: Path, plain: Path, config: str, prompt: list[int], folder: Path, targets: Sequence[str] = ALL
+) -> None:
     """Outputs of an adapter, and beside log-probabilities of prompts, are with a head what they are without. `plain`:
-    the model's folder as adapters are made for it; `folder` gets one."""
-    adapter = tiny_adapter(folder, plain, seed=5)
+    the model's folder as adapters are made for it; `folder` gets one, of these products."""
+    adapter = tiny_adapter(folder, plain, seed=5, targets=targets)
     ref = AdapterRef(str(adapter), read_adapter(str(adapter)).digest)
     seen, drafted = [], 0
     for each in ("", config):

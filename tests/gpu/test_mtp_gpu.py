@@ -1,4 +1,5 @@
-"""A layer that guesses, on a GPU: its steps and the notes of the model's as graphs, of latents and of whole heads."""
+"""A layer that guesses, on a GPU: its steps and the notes of the model's as graphs, of latents and of whole heads,
+by modules of our own and by transformers'."""
 
 from __future__ import annotations
 
@@ -62,6 +63,7 @@ def test_a_head_of_random_weights_changes_no_output(family: str, tmp_path: Path)
         ("deepseek_v3", True, "bfloat16"),
         ("deepseek_v3", False, "float32"),
         ("mimo", True, "bfloat16"),
+        ("glm4_moe", True, "bfloat16"),
     ],
 )
 def test_a_head_that_knows_the_model_is_right(family: str, graphs: bool, dtype: str, tmp_path: Path) -> None:

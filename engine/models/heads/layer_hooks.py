@@ -13,14 +13,18 @@ from tandem.engine.models.heads.taps import FeatureTaps
 
 
 def tap_layers(decoder: nn.Module, num_layers: int, taps: FeatureTaps) -> None:
-    """Has each pass leave what enters the layers that `taps` names. Raises ConfigError where layers aren't at hand."""
+    """Has each pass leave what enters the layers that `taps` names; what leaves the last norm is the model's to leave.
+    Raises ConfigError where layers aren't at hand."""
+    entered = [layer for layer in taps.layers if layer < num_layers]
+    if not entered:
+        return
     lists = [one for one in decoder.children() if isinstance(one, nn.ModuleList) and len(one) == num_layers]
     if len(lists) != 1:
         raise ConfigError(
             f"--speculative-config: eagle3 reads what enters layers, and {type(decoder).__name__} of transformers has "
             f"no one list of its {num_layers}: choose another method"
         )
-    for index in taps.layers:
+    for index in entered:
         lists[0][index].register_forward_pre_hook(partial(_take, taps, index), with_kwargs=True)
 
 

@@ -12,16 +12,14 @@ Legend: T tokens of the step, R rows, E hidden size, V vocabulary.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.heads.mtp_config import MtpConfig
+from tandem.engine.models.heads.mtp_ends import MtpEnds
 from tandem.engine.models.heads.taps import FeatureTaps
-from tandem.engine.models.layers.basic import Linear, RMSNorm
 from tandem.engine.models.layers.decoder_layer import DecoderLayer, allocate_parameters, lay_out, quantise_layers
 from tandem.engine.parallel.sharding import Shard
-from tandem.kernels.products.matmul import linear
 
 
 class MtpHead(nn.Module):
@@ -46,7 +44,7 @@ class MtpHead(nn.Module):
         self.group = group = None if device == "meta" else model.group
         self.shard = Shard() if group is None else group.shard
         layer, number = self.shard.config(config.layer), str(config.layer.num_layers)
-        self.form, self.config, self.num_speculative_tokens = config, config.layer, num_speculative_tokens
+        self.config, self.num_speculative_tokens = config.layer, num_speculative_tokens
         self.dtype, self.taps = model.embed_tokens.weight.dtype, FeatureTaps([layer.num_layers])
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
@@ -54,8 +52,6 @@ class MtpHead(nn.Module):
             with torch.device("meta"):
                 decoder_layer = DecoderLayer(layer, layer.num_layers, attention_backend, group, hides_first=True)
                 self.layers = nn.ModuleDict({number: decoder_layer})
-                self.enorm, self.hnorm, self.norm = (RMSNorm(layer.hidden_size, layer.rms_norm_eps) for _ in range(3))
-                self.eh_proj = Linear(2 * layer.hidden_size, layer.hidden_size, bias=False)
         finally:
             torch.set_default_dtype(default)
         if layer.quantisation is not None:
@@ -64,8 +60,16 @@ class MtpHead(nn.Module):
         self.register_buffer("token_W", torch.arange(layer.vocab_size, device=device))
         self.layer_name, self.attention = decoder_layer.self_attn.layer_name, decoder_layer.self_attn.attention
         self.rotary = model.rotary
-        output_VE = model.lm_head.weight if group is None else model.whole_output()
-        self.embedding_VE, self.output_VE = model.embed_tokens.weight.detach(), output_VE.detach()
+        self.ends = MtpEnds(
+            layer.hidden_size,
+            layer.rms_norm_eps,
+            model.embed_tokens.weight,
+            model.lm_head.weight if group is None else model.whole_output(),
+            self.dtype,
+            device,
+            hidden_first=config.hidden_first,
+            carries_normed=config.carries_normed,
+        )
         self.requires_grad_(False)
 
     @property
@@ -82,13 +86,6 @@ class MtpHead(nn.Module):
         assert isinstance(layer, DecoderLayer)
         return layer
 
-    def take_own(self, embedding_VE: torch.Tensor | None, output_VE: torch.Tensor | None) -> None:
-        """Uses these in place of the model's matrices. None, and copies of the model's: stays with those."""
-        if embedding_VE is not None and not torch.equal(own := embedding_VE.to(self.embedding_VE), self.embedding_VE):
-            self.embedding_VE = own
-        if output_VE is not None and not torch.equal(own := output_VE.to(self.output_VE), self.output_VE):
-            self.output_VE = own
-
     def finish_loading(self) -> None:
         """Lays weights out as the products want them. To be called once, when the parameters are filled."""
         lay_out(self.layers, self.dtype)
@@ -100,22 +97,16 @@ class MtpHead(nn.Module):
     def store(self, token_T: torch.Tensor, feature_TE: torch.Tensor, position_T: torch.Tensor) -> None:
         """Stores what the cache keeps of tokens, each with the feature of the token before it. Within a forward
         context."""
-        self.layer.store(self._input(token_T, feature_TE), position_T, self.rotary.table())
+        self.layer.store(self.ends.enter(token_T, feature_TE), position_T, self.rotary.table())
 
     def forward(self, token_R: torch.Tensor, feature_RE: torch.Tensor, position_R: torch.Tensor) -> torch.Tensor:
         """[R, E]: what stands for the features of these tokens. Stores what the cache keeps of them."""
-        added_RE, residual_RE = self.layer(None, self._input(token_R, feature_RE), position_R, self.rotary.table())
+        entering_RE = self.ends.enter(token_R, feature_RE)
+        added_RE, residual_RE = self.layer(None, entering_RE, position_R, self.rotary.table())
         if self.group is not None:
             added_RE = self.group.sum(added_RE)
-        hidden_RE: torch.Tensor = added_RE + residual_RE
-        return self.norm(hidden_RE) if self.form.carries_normed else hidden_RE  # type: ignore[no-any-return]
+        return self.ends.carry(added_RE + residual_RE)
 
     def project(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """[R, E] -> logits [R, V]."""
-        return linear(hidden_RE if self.form.carries_normed else self.norm(hidden_RE), self.output_VE)
-
-    def _input(self, token_T: torch.Tensor, feature_TE: torch.Tensor) -> torch.Tensor:
-        """[T, E]: the layer's input."""
-        both = self.enorm(F.embedding(token_T, self.embedding_VE)), self.hnorm(feature_TE)
-        projected: torch.Tensor = self.eh_proj(torch.cat(both[::-1] if self.form.hidden_first else both, dim=-1))
-        return projected
+        return self.ends.project(hidden_RE)

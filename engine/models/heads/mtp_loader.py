@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.models import quantised_layers
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.dummy_weights import fill_with_noise
 from tandem.engine.models.heads.mtp import MtpHead
-from tandem.engine.models.heads.mtp_config import MtpConfig
+from tandem.engine.models.heads.mtp_config import MATRICES, MtpConfig, names_in_layer
 from tandem.engine.models.loader import read_tensors, targets_of
-from tandem.engine.models.weights import StoredTensor, check_weights, stored_tensors
-
-# A head's own embedding and output matrix, which checkpoints hold or leave out: published ones are the model's again.
-MATRICES = ("embed_tokens.weight", "shared_head.head.weight")
+from tandem.engine.models.weights import StoredTensor, check_weights
 
 
 def load_mtp_head(
@@ -47,19 +43,14 @@ def load_mtp_head(
         head.shard.fill(name, targets[name], tensor)
     quantised_layers.fill(head, stored, device, lambda: None)
     own = dict(read_tensors({name: stored[name] for name in matrices if name in stored}))
-    head.take_own(*(own.get(name) for name in matrices))
+    head.ends.take_own(*(own.get(name) for name in matrices))
     head.finish_loading()
     return head.eval()
 
 
 def _checked(folder: Path, config: MtpConfig, whole: MtpHead, matrices: list[str]) -> dict[str, StoredTensor]:
     """The checkpoint's tensors of the head, once they are those that it needs."""
-    there = [name for name in stored_tensors(folder) if name.startswith(config.prefix)]
-    if not there:
-        raise CheckpointError(
-            f"{folder}: no shard holds {config.prefix}*, the layer that guesses: who made this checkpoint left it out. "
-            "Fetch one that has it, or choose another method of --speculative-config"
-        )
+    there = names_in_layer(folder, config.prefix)
     needed = {config.stored_name(name): tuple(part.shape) for name, part in targets_of(whole, config.layer).items()}
     matrix = (config.layer.vocab_size, config.layer.hidden_size)
     needed |= {name: matrix for name in matrices if name in there}

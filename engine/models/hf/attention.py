@@ -125,6 +125,17 @@ def is_storing() -> bool:
     return getattr(_thread, "storing", None) is not None
 
 
+@contextmanager
+def without_attending() -> Iterator[None]:
+    """Within its `with` block, self attention of this thread stores the keys and values that it is given, and makes
+    zeros."""
+    _thread.attends_not = True
+    try:
+        yield
+    finally:
+        del _thread.attends_not
+
+
 def layer_name(layer: int) -> str:
     return f"model.layers.{layer}.self_attn"
 
@@ -176,8 +187,23 @@ def paged_attention(
     query_scale: QueryScale | None = getattr(module, "tandem_query_scale", None)
     if query_scale is not None:
         q_THD = (q_THD * query_scale.of(_thread.positions)).to(q_THD.dtype)
+    if getattr(_thread, "attends_not", False):
+        _store(k_TKD, v_TKD, layer_name(layer))
+        return torch.zeros_like(q_THD)[None, :, :, :width], None
     output = unified_attention(q_THD, k_TKD, v_TKD, layer_name(layer))
     return output[None, :, :, :width], None
+
+
+def _store(k_TKD: torch.Tensor, v_TKD: torch.Tensor, name: str) -> None:
+    """What `unified_attention` does of a layer, without attention."""
+    context = get_forward_context()
+    layer, metadata = context.layer(name), context.metadata_of(name)
+    cache = layer.kv_cache[context.virtual_engine]
+    if context.hooks is not None:
+        context.hooks.wait_for_kv_layer(name)
+    layer.store(k_TKD, v_TKD, cache, metadata)
+    if context.hooks is not None:
+        context.hooks.save_kv_layer(name, cache, metadata)
 
 
 def _cross_attention(layer: Attention, q_THD: torch.Tensor, k_EKD: torch.Tensor, v_EKD: torch.Tensor) -> torch.Tensor:

@@ -70,8 +70,10 @@ class HFModel(nn.Module):
         attention_backend: str = "auto",
         group: TensorParallel | None = None,
         expert_group: ExpertGroup | None = None,
+        mtp_layer: nn.Module | None = None,
     ) -> None:
-        """With a group of either kind `causal` is this process's part of the model (parallel.py)."""
+        """With a group of either kind `causal` is this process's part of the model (parallel.py). `mtp_layer`: the
+        decoder layer of a head that guesses, which passes don't go through."""
         super().__init__()
         self.config, self.group, self.expert_group = config, group, expert_group
         self.needs = config.layers if group is None else own_needs(config.layers, group.shard)
@@ -89,6 +91,7 @@ class HFModel(nn.Module):
         self._takes_adapters = False
         self.media_encoder: MediaEncoder | None = None
         self.guess_head: GuessHead | None = None
+        self.mtp_layer = mtp_layer
         if causal.config.model_type in TOWERS:
             self.media_encoder = TowerEncoder(causal, causal.device, causal.dtype)
 
@@ -101,6 +104,12 @@ class HFModel(nn.Module):
         embedding: Any = self.decoder.get_input_embeddings()
         weight: torch.Tensor = embedding.weight
         return weight
+
+    def whole_output(self) -> torch.Tensor:
+        """The output matrix [V, E]; of several ranks a copy that each has whole, made by all of them together."""
+        output: Any = self.head.get_output_embeddings()
+        weight: torch.Tensor = output.weight
+        return weight if self.group is None else self.group.gather_rows(weight)
 
     def take_guess_head(self, head: GuessHead) -> None:
         """Has passes leave their features for a head, whose keys and values become the pool's last layer. Raises
@@ -143,6 +152,8 @@ class HFModel(nn.Module):
             else:
                 output = self.decoder(**tokens, position_ids=position_ids, use_cache=False)
                 hidden_TE = output.last_hidden_state[0]
+        if self.guess_head is not None:
+            self.guess_head.taps.take(self.config.num_layers, None, hidden_TE)
         return hidden_TE if wanted is None else hidden_TE[wanted.index]
 
     def adapter_sites(self) -> tuple[Site, ...]:

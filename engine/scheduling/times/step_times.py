@@ -16,9 +16,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self.largest_graph = (
-            0  # up to so many tokens a step is run as one of the next larger size; 0: none
-        )
+        self.largest_graph = 0  # up to so many tokens a step is run as one of the next larger size; 0: none
         self._seconds: list[float] = []
         self._slowness = 1.0
         self._read: dict[int, float] = {}  # tokens -> seconds, as the table says

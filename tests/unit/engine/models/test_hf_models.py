@@ -134,7 +134,7 @@ def test_weights_must_be_those_of_the_config(copied: Callable[..., Path]) -> Non
     for changed, why in (
         ({name: each for name, each in weights.items() if name != some}, "no shard holds"),
         ({**weights, "transformer.h.0.more.weight": weights[some].clone()}, "does not have"),
-        ({**weights, some: weights[some][:, :-1].contiguous()}, "can't load it|another shape"),
+        ({**weights, some: weights[some][:, :-1].contiguous()}, f"{some} has another shape"),
     ):
         save_file(changed, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(CheckpointError, match=why):
