@@ -12,6 +12,7 @@ from engine_harness import BLOCK, MAX_MODEL_LEN, Harness, prompt_that_stops
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.request import Prompt, Request
 from tandem.engine.scheduling.times.prompt_budget import PromptBudget
@@ -212,27 +213,29 @@ def test_what_promises_nothing_has_prompts_beside_it_by_time(
 
 
 @pytest.mark.parametrize(
-    ("num_streams", "lengths", "num_tokens"),
+    ("num_streams", "lengths", "adapter", "num_tokens"),
     [
-        (1, [128] * 40, 2048),
-        (1, [300] * 40, 2111),
-        (1, [40] * 16, 2111),
-        (1, [40] * 40, 4000),
-        (1, [40] * 15 + [3000] * 9, 2111),
-        (256, [128] * 40, 1856),
-        (257, [128] * 40, 4000),
+        (1, [128] * 40, None, 2048),
+        (1, [300] * 40, None, 2111),
+        (1, [40] * 16, None, 2111),
+        (1, [40] * 40, None, 4000),
+        (1, [40] * 15 + [3000] * 9, None, 2111),
+        (256, [128] * 40, None, 1856),
+        (257, [128] * 40, None, 4000),
+        (1, [300] * 40, AdapterRef("/a", b"a"), 4000),
     ],
 )
 def test_graphs_of_prompts_bound_those_that_they_have_room_for(
-    num_streams: int, lengths: list[int], num_tokens: int
+    num_streams: int, lengths: list[int], adapter: AdapterRef | None, num_tokens: int
 ) -> None:
-    """Of many short prompts, and beside many streams, as many are launched at once as 50 ms have time for."""
+    """Of many short prompts, beside many streams and with adapters, as many are launched at once as 50 ms have time
+    for."""
     clock, times = StepClock(lambda: 0.0), StepTimes()
     clock.prompt_rate.measured(8192, 8192 * 12.5e-6)
     times.measured({2112: 0.03}, 2112)
     budget = PromptBudget(SchedulerOptions(max_num_batched_tokens=8192), 16, clock, times)
     requests = [
-        Request(Prompt(AttemptKey(f"{place}", 0), np.zeros(length, np.int32), SamplingParams()))
+        Request(Prompt(AttemptKey(f"{place}", 0), np.zeros(length, np.int32), SamplingParams(), adapter=adapter))
         for place, length in enumerate([1] * num_streams + lengths)
     ]
     assert budget.beside(requests[:num_streams], requests[num_streams:]) == num_tokens
