@@ -35,7 +35,8 @@ class HFMtpHead(nn.Module):
         super().__init__()
         assert model.mtp_layer is not None
         number, needs, embedding_VE = model.config.num_layers, model.needs[-1], model.embedding_VE
-        self.config, self.group, self.num_speculative_tokens = model.config, model.group, num_speculative_tokens
+        self.hidden_size, self.vocab_size = model.config.hidden_size, model.vocab_size
+        self.group, self.num_speculative_tokens = model.group, num_speculative_tokens
         self.dtype, self.taps, self.layer_name = embedding_VE.dtype, FeatureTaps([number]), layer_name(number)
         self.layer: Any = model.mtp_layer
         self.ends = ends
@@ -51,14 +52,6 @@ class HFMtpHead(nn.Module):
         )
         self.register_buffer("token_W", torch.arange(model.vocab_size, device=embedding_VE.device))
         self.requires_grad_(False)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
 
     def fuse(self) -> torch.Tensor:
         """The features [T, E] of the tokens of the pass that has just run."""

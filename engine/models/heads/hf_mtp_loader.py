@@ -8,7 +8,7 @@ import torch
 
 from tandem.engine.models.dummy_weights import fill_with_noise
 from tandem.engine.models.heads.hf_mtp import HFMtpHead
-from tandem.engine.models.heads.mtp_config import DEEPSEEK_NAMES, MATRICES, hf_prefix, names_in_layer
+from tandem.engine.models.heads.mtp_config import MATRICES, in_checkpoint, layer_prefix, names_in_layer
 from tandem.engine.models.heads.mtp_ends import MtpEnds
 from tandem.engine.models.hf.model import HFModel
 from tandem.engine.models.loader import read_tensors
@@ -27,15 +27,12 @@ def load_hf_mtp_head(
         for name, parameter in ends.named_parameters():
             fill_with_noise(f"mtp.{name}", parameter.data)
     else:
-        _fill(ends, folder, hf_prefix(model.config.num_layers))
+        _fill(ends, folder, layer_prefix(model.config.num_layers))
     return HFMtpHead(model, ends, num_speculative_tokens, attention_backend).eval()
 
 
 def _fill(ends: MtpEnds, folder: Path, prefix: str) -> None:
-    targets: dict[str, torch.Tensor] = {}
-    for name, parameter in ends.named_parameters():
-        module, _, kind = name.rpartition(".")
-        targets[f"{prefix}{DEEPSEEK_NAMES.get(module, module)}.{kind}"] = parameter.data
+    targets = {in_checkpoint(name, prefix): parameter.data for name, parameter in ends.named_parameters()}
     needed = {name: tuple(target.shape) for name, target in targets.items()}
     there, matrices = names_in_layer(folder, prefix), [f"{prefix}{name}" for name in MATRICES]
     needed |= {name: tuple(ends.embedding_VE.shape) for name in matrices if name in there}

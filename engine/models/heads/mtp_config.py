@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -48,21 +49,30 @@ class MtpConfig(msgspec.Struct, frozen=True, kw_only=True):
     def stored_name(self, name: str) -> str:
         """The checkpoint's name of a tensor that is called `name` in a model with the head's modules and layers."""
         own = name.removeprefix("model.").removeprefix(f"layers.{self.layer.num_layers}.").removeprefix("ends.")
-        module, _, kind = own.rpartition(".")
-        names = MIMO_NAMES if self.layer.architecture == "mimo" else DEEPSEEK_NAMES
-        return f"{self.prefix}{names.get(module, module)}.{kind}"
+        return in_checkpoint(own, self.prefix, MIMO_NAMES if self.layer.architecture == "mimo" else DEEPSEEK_NAMES)
+
+
+def in_checkpoint(name: str, prefix: str, names: Mapping[str, str] = DEEPSEEK_NAMES) -> str:
+    """The checkpoint's name of a head's own tensor. `names`: what it calls modules otherwise than we do."""
+    module, _, kind = name.rpartition(".")
+    return f"{prefix}{names.get(module, module)}.{kind}"
+
+
+def layer_prefix(layer: int) -> str:
+    """How names of a layer's tensors begin in checkpoints."""
+    return f"model.layers.{layer}."
 
 
 def mtp_prefix(config: ModelConfig) -> str | None:
     """How names of the tensors begin that only a head reads; None: checkpoints of this family hold none."""
     if config.architecture == "mimo":
         return "model.mtp_layers."
-    return None if config.latents is None else f"model.layers.{config.num_layers}."
+    return None if config.latents is None else layer_prefix(config.num_layers)
 
 
 def load_mtp_config(folder: Path, served: ModelConfig) -> MtpConfig:
     """The head in the folder of the served model. Raises ConfigError where there is none, or none that is computed."""
-    known = {"deepseek_v3": f"model.layers.{served.num_layers}.", "mimo": "model.mtp_layers.0."}
+    known = {"deepseek_v3": layer_prefix(served.num_layers), "mimo": "model.mtp_layers.0."}
     if served.architecture not in known:
         raise ConfigError(NOT_BUILT.format(served.architecture))
     _check_count(folder)
@@ -87,12 +97,7 @@ def check_hf_mtp(folder: Path, architecture: str, num_layers: int, load_format: 
         raise ConfigError(NOT_BUILT.format(f"{architecture} by transformers' modules"))
     _check_count(folder)
     if load_format != "dummy":
-        names_in_layer(folder, hf_prefix(num_layers))
-
-
-def hf_prefix(layer: int) -> str:
-    """How names of a layer's tensors begin in checkpoints that transformers' modules read."""
-    return f"model.layers.{layer}."
+        names_in_layer(folder, layer_prefix(num_layers))
 
 
 def num_mtp_layers(folder: Path) -> int:

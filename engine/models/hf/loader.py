@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.models.dummy_weights import fill_with_noise
-from tandem.engine.models.heads.mtp_config import HF_ENDS, check_hf_mtp, hf_prefix, num_mtp_layers
+from tandem.engine.models.heads.mtp_config import HF_ENDS, check_hf_mtp, layer_prefix, num_mtp_layers
 from tandem.engine.models.hf.adapters import adapt
 from tandem.engine.models.hf.attention import NAME
 from tandem.engine.models.hf.config import HFConfig, read_config
@@ -55,7 +55,7 @@ def load_hf_model(
         causal = _made_up(folder, device if is_whole else torch.device("cpu"), dtype, reads_mtp)
     else:
         stored_tensors(folder)  # a torn shard is named at once
-        causal = _loaded(folder, dtype, reads_mtp)
+        causal = _loaded(folder, dtype, config.num_layers, reads_mtp)
     adapt(causal)
     if group is not None:
         needs = config.layers + (config.layers[-1:] if reads_mtp else ())
@@ -89,16 +89,22 @@ def _taken_off(causal: PreTrainedModel) -> nn.Module:
     return layer
 
 
-def _loaded(folder: Path, dtype: torch.dtype, reads_mtp: bool = False) -> PreTrainedModel:
+def _config_of(folder: Path, reads_mtp: bool) -> Any:
+    """What transformers makes the model by: with one layer more, which is taken off, where a head is to have it."""
+    config = read_config(folder)
+    if reads_mtp:
+        config.num_hidden_layers += 1
+    return config
+
+
+def _loaded(folder: Path, dtype: torch.dtype, num_layers: int, reads_mtp: bool) -> PreTrainedModel:
     causal: PreTrainedModel
     found: dict[str, Any]
-    config = read_config(folder)
-    text = config.get_text_config()
+    config = _config_of(folder, reads_mtp)
     if reads_mtp:
-        others = tuple(f"{hf_prefix(text.num_hidden_layers)}{name}" for name in HF_ENDS)
-        config.num_hidden_layers += 1
+        others = tuple(f"{layer_prefix(num_layers)}{name}" for name in HF_ENDS)
     else:
-        others = tuple(hf_prefix(text.num_hidden_layers + index) for index in range(num_mtp_layers(folder)))
+        others = tuple(layer_prefix(num_layers + index) for index in range(num_mtp_layers(folder)))
     try:
         causal, found = class_of(config).from_pretrained(
             folder,
@@ -128,9 +134,7 @@ def _loaded(folder: Path, dtype: torch.dtype, reads_mtp: bool = False) -> PreTra
 
 def _made_up(folder: Path, device: torch.device, dtype: torch.dtype, reads_mtp: bool) -> PreTrainedModel:
     """A model with the made-up weights of --load-format dummy."""
-    config = read_config(folder)
-    if reads_mtp:
-        config.num_hidden_layers += 1
+    config = _config_of(folder, reads_mtp)
     with torch.device(device):
         causal: PreTrainedModel = class_of(config).from_config(
             config, dtype=dtype, attn_implementation=text_attention(config, NAME)
