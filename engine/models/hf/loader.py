@@ -55,7 +55,7 @@ def load_hf_model(
         causal = _made_up(folder, device if is_whole else torch.device("cpu"), dtype, reads_mtp)
     else:
         stored_tensors(folder)  # a torn shard is named at once
-        causal = _loaded(folder, dtype, config.num_layers, reads_mtp)
+        causal = _loaded(folder, dtype, reads_mtp)
     adapt(causal)
     if group is not None:
         needs = config.layers + (config.layers[-1:] if reads_mtp else ())
@@ -97,12 +97,13 @@ def _config_of(folder: Path, reads_mtp: bool) -> Any:
     return config
 
 
-def _loaded(folder: Path, dtype: torch.dtype, num_layers: int, reads_mtp: bool) -> PreTrainedModel:
+def _loaded(folder: Path, dtype: torch.dtype, reads_mtp: bool = False) -> PreTrainedModel:
     causal: PreTrainedModel
     found: dict[str, Any]
     config = _config_of(folder, reads_mtp)
+    num_layers = config.get_text_config().num_hidden_layers
     if reads_mtp:
-        others = tuple(f"{layer_prefix(num_layers)}{name}" for name in HF_ENDS)
+        others = tuple(f"{layer_prefix(num_layers - 1)}{name}" for name in HF_ENDS)
     else:
         others = tuple(layer_prefix(num_layers + index) for index in range(num_mtp_layers(folder)))
     try:
