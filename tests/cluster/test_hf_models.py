@@ -17,7 +17,7 @@ from tiny_adapters import merged, tiny_adapter
 from tiny_hf_models import FAMILIES, tiny_hf_model
 from waiting import wait_until
 
-from in_process_cluster import BLOCK, Client, Node, node_options
+from in_process_cluster import BLOCK, Client, Node, Result, node_options
 from tandem.engine.adapters.adapter_files import read_adapter
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import CheckpointError
@@ -67,7 +67,7 @@ def test_what_transformers_passes_over_changes_no_token(tmp_path: Path) -> None:
     for each in (plain, folder):
         model = ModelOptions(str(each), model_impl="transformers")
         node = Node(replace(node_options("unified", each), model=model))
-        outputs.append(answered(node, prompt))
+        outputs.append(answered(node, prompt).output())
         node.stop()
     assert outputs[0] == outputs[1]
     check_greedy(plain, prompt, outputs[0], 4)
@@ -92,10 +92,15 @@ def test_lower_tiers_and_fp8_hold_its_kv(family: str) -> None:
     """Prompts that a small pool has forgotten come back from host memory, and what fp8 costs is measured."""
     folder, prompts = tiny_hf_model(family), [random_prompt(length, seed=length) for length in (113, 121, 130)]
     node = always_loading(Node(node_options("unified", folder, num_blocks=12)))
+    results = []
     for prompt in prompts * 2:
-        check_greedy(folder, prompt, answered(node, prompt), 4)
+        results.append(answered(node, prompt))
+        check_greedy(folder, prompt, results[-1].output(), 4)
         until_saved(node)
-    assert node.process.tiers.manager.counts()["tier_host_hits"] >= sum(len(prompt) // BLOCK for prompt in prompts[:2])
+    reused, whole = [result.num_reused_tokens for result in results], [len(prompt) // BLOCK for prompt in prompts]
+    assert reused == [0, 0, 0, *(num * BLOCK for num in whole)], "some was computed again"
+    # Pools of layers of both kinds may still hold a leading block.
+    assert node.process.tiers.manager.counts()["tier_host_hits"] >= sum(whole[:2]) - 1
     node.stop()
     if family.startswith("deepseek"):
         return  # latents are kept in 16 bits or more
@@ -109,13 +114,13 @@ def test_lower_tiers_and_fp8_hold_its_kv(family: str) -> None:
     node.stop()
 
 
-def answered(node: Node, prompt: list[int]) -> list[int]:
+def answered(node: Node, prompt: list[int]) -> Result:
     client = Client(node.info)
     result = client.submit(secrets.token_hex(8), prompt, changed(GREEDY, max_tokens=4), decode=node.info)
     client.wait(result)
     client.close()
     assert result.failed is None, result.failed
-    return result.output()
+    return result
 
 
 @pytest.mark.parametrize(
