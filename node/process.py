@@ -41,7 +41,7 @@ from tandem.engine.process.process_name import name_process
 from tandem.engine.process.watched import end_process, end_with_any_thread
 from tandem.engine.running.at_start.products import warm_up_tuned
 from tandem.engine.running.at_start.step_measure import measure_steps
-from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
+from tandem.engine.running.graphs.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.ports import NoTiers

@@ -147,7 +147,8 @@ class SchedulerOptions:
     decode_prompt_budget: Annotated[
         Count,
         "most prompt tokens of a step while others decode; 0: by --itl-max-ms and --tpot-target-ms on a GPU, without "
-        "them 256 on a decode node, and on a single one 2048 or what takes 50 ms, whichever is more",
+        "them 256 on a decode node, and on a single one 2048 or what takes 50 ms, whichever is more, as far as graphs "
+        "of prompts reach",
     ] = 0
     itl_max_ms: Annotated[
         float,

@@ -33,6 +33,7 @@ from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.products import few_rows
 from tandem.kernels.products.adapter_rows import AdapterStack, UnaddedProduct
 from tandem.kernels.products.adapters import added
+from tandem.kernels.products.fused_ops import embedding
 from tandem.kernels.products.matmul import linear
 from tandem.kernels.products.rotary_attention import UpToAttention, WantedTokens
 
@@ -125,6 +126,9 @@ class DecoderModel(nn.Module):
         ordinary = [layer for layer in self._layers() if not layer.is_dense_exception]
         self._few_rows_products = ordinary[0].few_rows_products() if ordinary else ()
 
+    def _embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
+        return embedding(input_ids_T, self.embed_tokens.weight)
+
     def _layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
@@ -165,7 +169,7 @@ class DecoderModel(nn.Module):
         if self._compiled is not None:
             hidden_TE = self._compiled(input_ids_T, positions_T)
             return hidden_TE if wanted is None else hidden_TE[wanted.index]
-        residual_TE = self.embed_tokens(input_ids_T)
+        residual_TE = self._embed(input_ids_T)
         if self._takes_few_rows(residual_TE, wanted):
             cos_sin = self.rotary.table()
             for index, each in enumerate(self._layers()):
@@ -185,7 +189,7 @@ class DecoderModel(nn.Module):
 
     def up_to_last_attention(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> UpToAttention:
         """See DividedModel."""
-        x_TE, residual_TE = self._before_last(self.embed_tokens(input_ids_T), positions_T)
+        x_TE, residual_TE = self._before_last(self._embed(input_ids_T), positions_T)
         assert isinstance(x_TE, torch.Tensor), "a pass without adapters, of more than one layer"
         return self._divided_layer.up_to_attention(x_TE, residual_TE)
 
@@ -264,7 +268,7 @@ class DecoderModel(nn.Module):
 
     def _every_token(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """Normalised hidden states [T, E] of all T tokens, by what torch.compile can trace."""
-        x_TE, residual_TE, cos_sin = None, self.embed_tokens(input_ids_T), self.rotary.table()
+        x_TE, residual_TE, cos_sin = None, self._embed(input_ids_T), self.rotary.table()
         for layer in self.layers:
             x_TE, residual_TE = layer(x_TE, residual_TE, positions_T, cos_sin)
         hidden_TE: torch.Tensor = self.norm(x_TE, residual_TE)

@@ -5,9 +5,10 @@ Shape legend: N sampled rows, V vocabulary, M rows that follow grammars, W words
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,14 @@ from tandem.engine.running.step_result import NO_MEMORY, HostLogprobs, LaunchedS
 from tandem.engine.scheduling.step import SampleRow, SchedulerOutput
 from tandem.engine.structured.guides import GuidedSamples, Guides
 from tandem.kernels.blocks.quantization import overflow_counter
+
+
+class DrawnRows(Protocol):
+    """Rows of a replayed step, in the order of its samples."""
+
+    def store(self, token_R: torch.Tensor) -> None: ...
+
+    def store_most_likely(self, logits_RV: torch.Tensor) -> torch.Tensor: ...
 
 
 class TokenDrawing:
@@ -66,17 +75,20 @@ class TokenDrawing:
         output: SchedulerOutput,
         logits_NV: torch.Tensor,
         step: LaunchedStep,
-        store_plain: Callable[[torch.Tensor], None] | None = None,
+        replayed: DrawnRows | None = None,
     ) -> None:
-        """Draws the tokens of the step's samples. `store_plain` writes tokens into the slots' tables with what a replay
-        has at hand; it is used where every row is greedy and asks for nothing else."""
+        """Draws the tokens of the step's samples. `replayed`: of a step that was, which stores tokens with what it has
+        at hand where every row is greedy and asks for nothing else."""
         if not output.samples:
             return
         if self._quality is not None:
             self._quality.take(output, logits_NV, self._state)
-        if store_plain is not None and self._state.are_plain(output.samples):
+        if replayed is not None and self._state.are_plain(output.samples):
+            if self._group is None:
+                step.token_ids = replayed.store_most_likely(logits_NV)
+                return
             token_N, _ = self.choose(logits_NV, SamplingBatch())
-            store_plain(token_N)
+            replayed.store(token_N)
             step.token_ids = to_host(token_N)
             return
         step.guided = None if self._guides is None else self._guides.of(output.samples)

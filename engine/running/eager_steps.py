@@ -17,8 +17,8 @@ from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.drawing import TokenDrawing
 from tandem.engine.running.faults import StepFaults
+from tandem.engine.running.graphs.prompt_graphs import PromptGraphs
 from tandem.engine.running.heads.features import HeadFeatures
-from tandem.engine.running.prompt_graphs import PromptGraphs
 from tandem.engine.running.runner_needs import Model
 from tandem.engine.running.sampler import logprobs_of
 from tandem.engine.running.step_inputs import ForwardInputs, StepInputs

@@ -18,15 +18,15 @@ from tandem.engine.contracts.kv_layout import LayerPlace
 from tandem.engine.media.slots import MediaSlots
 from tandem.engine.running.at_start.warm_up import every_way_to_sample, extreme_steps
 from tandem.engine.running.batch_state import BatchState
-from tandem.engine.running.decode_graphs import REPLAYED_TOKENS, DecodeGraphs, rows_needed
 from tandem.engine.running.drawing import TokenDrawing
 from tandem.engine.running.eager_steps import EagerSteps
 from tandem.engine.running.encoder_spans import EncoderSpans, SpanPart
 from tandem.engine.running.expert_balance import make_expert_balance
 from tandem.engine.running.faults import StepFaults
+from tandem.engine.running.graphs.decode_graphs import REPLAYED_TOKENS, DecodeGraphs, rows_needed
+from tandem.engine.running.graphs.prompt_graphs import ROWS_BESIDE, DividedModel, PromptGraphs, captured_attention
 from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.prefix_sharing import PrefixSharing
-from tandem.engine.running.prompt_graphs import ROWS_BESIDE, DividedModel, PromptGraphs, captured_attention
 from tandem.engine.running.runner_needs import AdapterMemory, Followers, Model, QualityProbe
 from tandem.engine.running.sampler import SamplingBatch
 from tandem.engine.running.step_inputs import StepInputs
@@ -212,7 +212,7 @@ class ModelRunner:
         logits_NV = None
         try:
             logits_NV = graphs.run(rows)[: len(output.samples)]
-            self._drawing.draw(output, logits_NV, step, graphs.batch.store)
+            self._drawing.draw(output, logits_NV, step, graphs.batch)
         except torch.OutOfMemoryError as error:
             self._faults.on_out_of_memory(output.num_tokens, error)
             if self.model.group is None:

@@ -48,7 +48,16 @@ def is_fused(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and not torch.compiler.is_compiling() and _has_triton() and may_fuse()
 
 
-# --- norms ------------------------------------------------------------------------------------------------------
+# --- embedding and norms ----------------------------------------------------------------------------------------
+
+
+def embedding(id_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
+    """[T, E]: the rows of these tokens, int32 or int64 [T]."""
+    if is_fused(table_VE):
+        from tandem.kernels.triton_kernels.products.fused import embedding_triton
+
+        return embedding_triton(id_T, table_VE)
+    return functional.embedding(id_T, table_VE)
 
 
 def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:

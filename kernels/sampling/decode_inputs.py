@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from tandem.kernels.products.fused_ops import argmax_tokens, is_fused
 from tandem.kernels.sampling.decode_buffers import DecodeInputs
 
 
@@ -44,3 +45,23 @@ def store_tokens(
         return
     real_R = slot_R >= 0
     token_ids_SC[slot_R[real_R], position_R[real_R] + 1] = token_R[real_R].to(token_ids_SC.dtype)
+
+
+def store_most_likely(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    position_R: torch.Tensor,
+    token_ids_SC: torch.Tensor,
+    token_R: torch.Tensor,
+) -> None:
+    """Stores each row's most likely token as `store_tokens` does, also into `token_R` (int64, on the host in pinned
+    memory: there when the stream gets there), and adds 1 to the positions of rows whose slot isn't -1."""
+    if is_fused(logits_RV):
+        from tandem.kernels.triton_kernels.sampling.argmax import store_argmax_triton
+
+        store_argmax_triton(logits_RV, slot_R, position_R, token_ids_SC, token_R)
+        return
+    most_likely_R = argmax_tokens(logits_RV)
+    store_tokens(slot_R, position_R, most_likely_R, token_ids_SC)
+    position_R += (slot_R >= 0).to(position_R.dtype)
+    token_R.copy_(most_likely_R, non_blocking=True)

@@ -52,6 +52,19 @@ def begin_late(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def fetch(pointer, SIZE: tl.constexpr):
+    """Has the L2 cache ask memory for SIZE contiguous numbers, in lines of 128 bytes. It is no read: what another
+    kernel writes meanwhile is what a later load finds."""
+    of_line: tl.constexpr = 1024 // pointer.dtype.element_ty.primitive_bitwidth
+    lines: tl.constexpr = triton.next_power_of_2((SIZE + of_line - 1) // of_line)
+    places = tl.minimum(tl.arange(0, lines) * of_line, SIZE - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(pointer + places).to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 @cache
 def overlap(device: torch.device) -> dict[str, bool]:
     """Launch options of kernels that call `begin`: with programmatic dependent launch where the GPU has it, a kernel's

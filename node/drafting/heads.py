@@ -23,7 +23,7 @@ from tandem.engine.models.heads.mtp_config import load_mtp_config
 from tandem.engine.models.heads.mtp_loader import load_mtp_head
 from tandem.engine.models.heads.taps import GuessHead, HeadedModel
 from tandem.engine.models.identity import identity_with_head
-from tandem.engine.running.decode_graphs import graph_sizes
+from tandem.engine.running.graphs.decode_graphs import graph_sizes
 from tandem.engine.running.heads.guess_steps import HeadFollowers, HeadSteps
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.runner_needs import Model

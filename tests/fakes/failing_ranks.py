@@ -46,8 +46,8 @@ def lose_memory(faults: list[Fault]) -> None:
     from tandem.engine.models.layers.self_attention import SelfAttention
     from tandem.engine.parallel.group import TensorParallel
     from tandem.engine.running import drawing
-    from tandem.engine.running.decode_graphs import DecodeGraphs
-    from tandem.engine.running.prompt_graphs import PromptGraphs
+    from tandem.engine.running.graphs.decode_graphs import DecodeGraphs
+    from tandem.engine.running.graphs.prompt_graphs import PromptGraphs
 
     places = {(fault["rank"], fault["num_tokens"]): fault["at"] for fault in faults}
     place: list[object] = [None]  # of the step that runs
@@ -83,7 +83,7 @@ def record_prompts() -> None:
     from recorded_graphs import Recorder
 
     from tandem.engine.parallel import group
-    from tandem.engine.running.prompt_graphs import PromptGraphs
+    from tandem.engine.running.graphs.prompt_graphs import PromptGraphs
     from tandem.engine.running.runner import ModelRunner
 
     recorder, make, all_reduce = Recorder(), ModelRunner.__init__, dist.all_reduce

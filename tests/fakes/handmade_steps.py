@@ -15,7 +15,7 @@ from tandem.engine.contracts.kv_layout import LayerPlace, places_of_layers
 from tandem.engine.contracts.model_config import ModelConfig, load_model_config
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.models.loader import load_model
-from tandem.engine.running.decode_graphs import DecodeGraphs
+from tandem.engine.running.graphs.decode_graphs import DecodeGraphs
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput, StepMeta
 

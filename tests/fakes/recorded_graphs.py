@@ -58,7 +58,7 @@ class Recorder(TorchDispatchMode):
 
 
 class RecordedGraph:
-    """Implements `Graph` of engine/running/prompt_graphs.py."""
+    """Implements `Graph` of engine/running/graphs/prompt_graphs.py."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -14,8 +14,8 @@ from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
 from tandem.engine.contracts.kv_layout import places_of_layers
 from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.models.loader import load_model
-from tandem.engine.running import prompt_graphs
-from tandem.engine.running.prompt_graphs import ROWS_BESIDE
+from tandem.engine.running.graphs import prompt_graphs
+from tandem.engine.running.graphs.prompt_graphs import ROWS_BESIDE
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.step import ScheduledRow, SchedulerOutput
 from tiny_models import random_prompt, tiny_model

@@ -19,7 +19,7 @@ from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import NodeInfo
-from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
+from tandem.engine.running.graphs.decode_graphs import REPLAYED_TOKENS
 from tiny_models import VOCAB, random_prompt, tiny_model
 
 pytestmark = [

@@ -13,10 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.engine.scheduling.times.prompt_budget import GRAPH_PROMPTS, GRAPH_STREAMS
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.spec import Reach
 from tandem.kernels.backends import triton_captured
-from tandem.kernels.backends.triton_captured import MOST_PROMPTS, MOST_READ_AGAIN, TritonCapturedAttention
+from tandem.kernels.backends.triton_captured import (
+    MOST_PROMPTS,
+    MOST_READ_AGAIN,
+    MOST_ROWS,
+    TritonCapturedAttention,
+)
 from tandem.kernels.check.sample_batches import PagedBatch, random_batch
 from tandem.kernels.prefixes.shared_prefix import PrefixBuffers
 from tandem.kernels.reference import paged
@@ -111,3 +117,7 @@ def test_rows_that_share_much_are_not_taken() -> None:
     meta, shared = batch_of((1, 1, 5), (40, 40, 5), 0).metadata, PrefixBuffers(ROWS, 2, torch.device("cpu")).prefixes
     assert captured.takes(replace(meta, shared_prefixes=replace(shared, saved_bytes=MOST_READ_AGAIN)))
     assert not captured.takes(replace(meta, shared_prefixes=replace(shared, saved_bytes=MOST_READ_AGAIN + 1)))
+
+
+def test_steps_are_planned_for_this_room() -> None:
+    assert (GRAPH_STREAMS, GRAPH_PROMPTS) == (MOST_ROWS, MOST_PROMPTS)

@@ -12,11 +12,11 @@ from tandem.kernels.products import fused_ops
 from tandem.kernels.products.fused_ops import HeadNorms, rotate_heads
 from tandem.kernels.reference import paged
 from tandem.kernels.sampling.decode_buffers import DecodeInputs
-from tandem.kernels.sampling.decode_inputs import gather_decode_inputs, store_tokens
+from tandem.kernels.sampling.decode_inputs import gather_decode_inputs, store_most_likely, store_tokens
 from tandem.kernels.triton_kernels.decode.decode_inputs import gather_decode_inputs_triton, store_tokens_triton
 from tandem.kernels.triton_kernels.products.fused import rms_norm_triton, silu_mul_triton
 from tandem.kernels.triton_kernels.products.rotation import rope_and_store_triton, rotate_halves_triton
-from tandem.kernels.triton_kernels.sampling.argmax import argmax_triton
+from tandem.kernels.triton_kernels.sampling.argmax import argmax_triton, store_argmax_triton
 
 EPS = 1e-5
 
@@ -113,6 +113,20 @@ def test_decode_inputs_and_stored_tokens() -> None:
     store_tokens_triton(slots, positions, made, tokens)
     store_tokens(slots, positions, made, other)
     assert torch.equal(tokens, other)
+
+
+def test_what_is_most_likely_is_stored_and_where_the_next_step_begins() -> None:
+    logits, slots = torch.randn(4, 9001), torch.tensor([3, -1, 0, 4])
+    tokens = torch.randint(0, 99, (5, 70), dtype=torch.int32)
+    other, made, twin = tokens.clone(), torch.empty(4, dtype=torch.int64), torch.empty(4, dtype=torch.int64)
+    positions = torch.tensor([64, 0, 7, 8])
+    beside = positions.clone()
+    store_argmax_triton(logits, slots, positions, tokens, made)
+    store_most_likely(logits, slots, beside, other, twin)
+    assert torch.equal(tokens, other)
+    assert made.tolist() == twin.tolist() == logits.argmax(-1).tolist()
+    assert positions.tolist() == beside.tolist() == [65, 0, 8, 9]
+    assert [int(tokens[slot, place]) for slot, place in ((3, 65), (0, 8), (4, 9))] == made[[0, 2, 3]].tolist()
 
 
 @pytest.mark.parametrize("layers", [range(3), range(1, 3)])

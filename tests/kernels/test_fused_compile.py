@@ -49,6 +49,11 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {**NORM, "out": "*fp8e4nv", "scales": "*fp32"},
         {"SIZE": 4096, "PADDED": 4096, "HAS_RESIDUAL": True, "ROUNDS": True, **PLAIN},
     ),
+    "embedding": (
+        fused.embedding_kernel,
+        {"ids": "*i32", "table": "*bf16", "out": "*bf16"},
+        {"SIZE": 5120, "PADDED": 8192},
+    ),
     "silu_mul": (
         fused.silu_mul_kernel,
         {"gate_up": "*bf16", "out": "*bf16"},
@@ -82,7 +87,15 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "argmax-whole": (
         argmax.argmax_whole_kernel,
         {"peaks": "*fp32", "places": "*i32", "tokens": "*i64"},
-        {"MAX_SPLITS": 64},
+        {"MAX_SPLITS": 64, "STORES": False, **dict.fromkeys(("slots", "positions", "token_ids"))},
+    ),
+    "argmax-whole-stored": (
+        argmax.argmax_whole_kernel,
+        {
+            "peaks": "*fp32", "places": "*i32", "tokens": "*i64", "slots": "*i64", "positions": "*i64",
+            "token_ids": "*i32",
+        },
+        {"MAX_SPLITS": 64, "STORES": True},
     ),
     "decode-inputs": (
         decode_inputs.gather_decode_inputs_kernel,

@@ -46,6 +46,7 @@ class Job:
     waited_s: float = 0.0
     priority: int = 0
     order: int = 0
+    adapter: None = None
 
     @property
     def prompt(self) -> Job:

@@ -18,7 +18,7 @@ import torch
 
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.running.batch_state import BatchState
-from tandem.engine.running.decode_graphs import ROW_MULTIPLE, graph_sizes, without_garbage
+from tandem.engine.running.graphs.decode_graphs import ROW_MULTIPLE, graph_sizes, without_garbage
 from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.sampler import SamplingBatch, sample
 from tandem.engine.running.step_result import to_host

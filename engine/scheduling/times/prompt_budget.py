@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from itertools import chain, islice
 
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.rate import AIMED_AT
@@ -27,6 +28,7 @@ SHORT_TOKENS = 512  # docs/measurements.md#steps-of-few-rows
 # Where nothing is promised: the prompt tokens that a step may have beside decodes, and how long it may take for more of
 # them. An 8B model in bf16 takes about as long for as many; docs/measurements.md#steps-of-few-rows.
 PLAIN_TOKENS, PLAIN_S = 2048, 0.050
+GRAPH_STREAMS, GRAPH_PROMPTS = 256, 16  # that a graph of prompts has room for: kernels/backends/triton_captured.py
 USED_SLACK = 0.9  # share of a stream's slack that a step may use: times are estimates; a guess
 # Prompts that have waited for streams so many times as long as their chunk takes have it anyway, or they would starve
 # where more is promised than the node can give. A guess.
@@ -64,7 +66,7 @@ class PromptBudget:
         gap_s = min((r.targets.itl_max_s for r in streams if r.targets.itl_max_s), default=math.inf)
         tpot_s = _tightest_tpot_s(streams)
         if tpot_s == math.inf:
-            return self._unpromised() if gap_s == math.inf else self._within(gap_s, len(streams))
+            return self._within(gap_s, len(streams)) if gap_s < math.inf else self._unpromised(streams, prompts)
         num_wanted = self._worthwhile(prompts, len(streams))
         if prompts and all(map(_is_rows, prompts)):
             num_rows = self._num_rows_within(min(gap_s, tpot_s), len(streams))
@@ -121,11 +123,23 @@ class PromptBudget:
             return 0
         return self._within(min(gap_s, max(slack_s, chunk_s)), num_streams)
 
-    def _unpromised(self) -> int:
-        """Bounds prompt work beside streams to which nothing is promised: by the option, or by what takes `PLAIN_S`."""
+    def _unpromised(self, streams: Collection[Request], prompts: Collection[Request]) -> int:
+        """Bounds prompt work beside streams to which nothing is promised: by the option, or by what takes `PLAIN_S` and
+        what a graph of prompts has room for. A larger step is launched kernel by kernel, for which a busy host needs
+        longer than the device (docs/measurements.md#parts-of-prompts-that-graphs-hold)."""
         token_s = self._clock.seconds_per_token
         by_time = int(PLAIN_S / token_s) if token_s else 0
-        return self._given or min(self._most, max(PLAIN_TOKENS, by_time))
+        most, room = min(self._most, max(PLAIN_TOKENS, by_time)), self._room_in_graph(streams, prompts)
+        return self._given or (min(most, room) if room >= WORTHWHILE_TOKENS else most)
+
+    def _room_in_graph(self, streams: Collection[Request], prompts: Collection[Request]) -> int:
+        """Tokens of the first prompts for which a graph has room beside streams; 0: none runs such a step."""
+        if len(streams) > GRAPH_STREAMS or any(each.prompt.adapter for each in chain(streams, prompts)):
+            return 0
+        room = self._times.largest_graph - len(streams)
+        if len(prompts) > GRAPH_PROMPTS:
+            room = min(room, sum(prompt.num_uncomputed_tokens for prompt in islice(prompts, GRAPH_PROMPTS)))
+        return room
 
     def _within(self, seconds: float, num_streams: int) -> int:
         """Finds how many tokens leave the step within `seconds`; at least a few."""

@@ -16,7 +16,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._largest_graph = 0  # up to so many tokens a step is run as one of the next larger size
+        self.largest_graph = 0  # up to so many tokens a step is run as one of the next larger size; 0: none
         self._seconds: list[float] = []
         self._slowness = 1.0
         self._read: dict[int, float] = {}  # tokens -> seconds, as the table says
@@ -30,7 +30,7 @@ class StepTimes:
         """Takes the table, once, with at least one point. A larger step that was measured faster than a smaller one
         counts as equally slow. `largest_graph`: tokens of the largest step that a graph runs; the table has the size of
         each graph, since products of a few more rows may be done in another way that takes much longer."""
-        self._tokens, self._largest_graph = sorted(seconds_by_tokens), largest_graph
+        self._tokens, self.largest_graph = sorted(seconds_by_tokens), largest_graph
         for tokens in self._tokens:
             self._seconds.append(max([seconds_by_tokens[tokens], *self._seconds[-1:]]))
 
@@ -43,7 +43,7 @@ class StepTimes:
         index = bisect.bisect_right(self._tokens, tokens)
         if index in (0, len(self._tokens)):
             return self._seconds[min(index, len(self._tokens) - 1)]
-        if tokens <= self._largest_graph:
+        if tokens <= self.largest_graph:
             return self._seconds[bisect.bisect_left(self._tokens, tokens)]
         low, high = self._tokens[index - 1], self._tokens[index]
         share = (tokens - low) / (high - low)
@@ -71,7 +71,7 @@ class StepTimes:
             return 0
         if index == len(self._tokens):
             return int(self._tokens[-1] * seconds / self._seconds[-1])
-        if self._tokens[index - 1] < self._largest_graph:
+        if self._tokens[index - 1] < self.largest_graph:
             return self._tokens[index - 1]
         low, high = self._seconds[index - 1], self._seconds[index]
         share = (seconds - low) / (high - low)

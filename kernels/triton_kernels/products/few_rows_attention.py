@@ -186,7 +186,7 @@ def few_rows_attention_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (N + R * H / HEADS,). What is read before the wait was complete before the pass began: lengths, tables,
-    older tokens. (A pass begins with torch's embedding, which lets nothing start before it has ended.)"""
+    older tokens. (A pass begins with an embedding, which lets nothing start before that is complete.)"""
     if PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)

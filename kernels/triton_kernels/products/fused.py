@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tandem.kernels.products.adapter_rows import UnaddedProduct
 from tandem.kernels.triton_kernels.adapters.rows import arguments_of, rows_of_b, sum_of, times
-from tandem.kernels.triton_kernels.common import begin, cdiv, next_power_of_2, overlap, start, wait
+from tandem.kernels.triton_kernels.common import begin, begin_late, cdiv, fetch, next_power_of_2, overlap, start, wait
 from tandem.kernels.triton_kernels.products.quantise_rows import in_e4m3
 
 
@@ -42,7 +42,9 @@ def rms_norm_kernel(
     RANK_SLOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (T,): statistics in fp32 of the sum as it is stored. With adapters x + low B^T is what is normalised."""
+    """Grid (T,): statistics in fp32 of the sum as it is stored. With adapters x + low B^T is what is normalised. What
+    memory is asked for before the wait are the weight, and the stream's row, which by then products have driven out of
+    the cache."""
     columns = tl.arange(0, PADDED)
     mask = columns < SIZE
     if RANK:
@@ -56,8 +58,12 @@ def rms_norm_kernel(
         added = times(matrix, sum_of(low, place, 0, rank, tl.num_programs(0), RANK, RANK, SPLITS, SPLITS_PAD, RANK))
         added = tl.sum(added, 0)
     else:
-        begin(PDL)
+        start(PDL)
         row = tl.program_id(0).to(tl.int64)
+        gain = tl.load(weight + columns, mask=mask, other=0.0)
+        if HAS_RESIDUAL and PDL:
+            fetch(residual + row * residual_row, SIZE)
+        wait(PDL)
     values = tl.load(x + row * x_row + columns, mask=mask, other=0.0)
     if RANK:
         values = (values.to(tl.float32) + added).to(x.dtype.element_ty)
@@ -68,7 +74,9 @@ def rms_norm_kernel(
     values = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
     normed = (values * scale).to(x.dtype.element_ty).to(tl.float32)
-    scaled = (normed * tl.load(weight + columns, mask=mask, other=0.0)).to(x.dtype.element_ty)
+    if RANK:
+        gain = tl.load(weight + columns, mask=mask, other=0.0)
+    scaled = (normed * gain).to(x.dtype.element_ty)
     if ROUNDS:
         scaled, row_scale = in_e4m3(scaled.to(tl.float32))
         tl.store(scales + row, row_scale)
@@ -96,6 +104,38 @@ def rms_norm_triton(
             x_TE, residual, weight_E, out, scales_T1, *tensors, x_TE.stride(0), residual.stride(0), eps,
             SIZE=size, PADDED=padded, HAS_RESIDUAL=residual_TE is not None, ROUNDS=scales_T1 is not None,
             num_warps=min(16, max(1, words // 512)), **constants, **overlap(x_TE.device),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def embedding_kernel(
+    ids,  # int32 or int64 [T]
+    table,  # [V, E], strides (row_stride, 1)
+    out,  # [T, E] contiguous
+    row_stride,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (T,): rows of a table. It begins late: who runs behind it in a pass finds complete, before any wait, what
+    was there before the pass, such as lengths, tables and positions."""
+    begin_late(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, PADDED)
+    mask = columns < SIZE
+    start_of = tl.load(ids + row).to(tl.int64) * row_stride
+    tl.store(out + row * SIZE + columns, tl.load(table + start_of + columns, mask=mask), mask=mask)
+
+
+def embedding_triton(id_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
+    (num_tokens,), size = id_T.shape, table_VE.shape[1]
+    out = torch.empty((num_tokens, size), dtype=table_VE.dtype, device=table_VE.device)
+    padded = next_power_of_2(size)
+    if num_tokens:
+        embedding_kernel[(num_tokens,)](
+            id_T, table_VE, out, table_VE.stride(0), SIZE=size, PADDED=padded, num_warps=min(16, max(1, padded // 512)),
+            **overlap(table_VE.device),
         )  # fmt: skip
     return out
 

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.triton_kernels.products.matmul_stream import scales_of, silu_mul
+from tandem.kernels.triton_kernels.products.matmul_stream import fetch_scales, scales_of, silu_mul
 
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name changed after 3.6
 copy_in = tma.async_copy_global_to_shared
@@ -209,6 +209,7 @@ def matmul_ring_kernel(
         load_weights(w_desc, w_ring, ready.index(step), step, first + step, k_tiles, HEIGHT, TILE_K, GROUPS)
     if not LATE:
         gdc_launch_dependents()
+    fetch_scales(w_scales, first // k_tiles * (GROUPS * HEIGHT), size_n)
     if GROUPS == 1:
         gl.warp_specialize(
             [

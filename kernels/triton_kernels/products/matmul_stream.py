@@ -93,6 +93,18 @@ def silu_mul(acc, TILE_N: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit
+def fetch_scales(w_scales, first_n, size_n):
+    """Has the cache ask for the scales of 1,024 outputs from here on, for those that sums will wait for: of one warp,
+    lines of 128 bytes."""
+    if w_scales is not None:
+        line = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        places = w_scales + gl.minimum(first_n + line * 32, size_n - 1)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places.to(gl.int64)], gl.int32, False, 1
+        )
+
+
+@gluon.jit
 def scales_of(
     w_scales, x_scales, size_n, size_m, first_n, row, HEIGHT: gl.constexpr, SIZE: gl.constexpr, layout: gl.constexpr
 ):
@@ -177,6 +189,7 @@ def matmul_stream_kernel(
         mbarrier.init(ready.index(barrier), count=1)
     fence_async_shared()
     thread_barrier()
+    fetch_scales(w_scales, first // k_tiles * TILE_N, size_n)
     early = gl.minimum(count, STAGES)
     for step in range(early):
         unit = first + step

@@ -108,7 +108,8 @@ def rope_and_store_kernel(
     RANK_SLOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (T, programs of queries, then of keys and values of a token): with adapters, of qkv + low B^T."""
+    """Grid (T, programs of queries, then of keys and values of a token): with adapters, of qkv + low B^T. Positions and
+    slots are read before the wait: a pass begins with an embedding, behind which they are complete."""
     dtype: tl.constexpr = qkv.dtype.element_ty
     columns, wide = tl.arange(0, HALF_PAD), tl.arange(0, D_PAD)
     in_half = columns < HALF
@@ -118,8 +119,15 @@ def rope_and_store_kernel(
         place = tl.program_id(0) + tl.arange(0, 1)
         slot = tl.load(slots + place).to(tl.int64)
     else:
-        begin(PDL)
+        start(PDL)
         token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token, cache_modifier=".cg")
+    cos = tl.load(cos_sin + position * HEAD_SIZE + columns, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(cos_sin + position * HEAD_SIZE + HALF + columns, mask=in_half, other=0.0)[None, :]
+    if HAS_CACHE:
+        cache_at = tl.load(slot_mapping + token, cache_modifier=".cg")
+    if not RANK:
+        wait(PDL)
     q_programs: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     if tl.program_id(1) < q_programs:
         heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -129,9 +137,6 @@ def rope_and_store_kernel(
             of_first, rank = _rows_of_heads(b, ranks, slot, 0, outputs, mask, B_SLOT, RANK_SLOT, RANK)
             of_second, rank = _rows_of_heads(b, ranks, slot, 0, outputs + HALF, mask, B_SLOT, RANK_SLOT, RANK)
             wait(PDL)
-        position = tl.load(positions + token)
-        cos = tl.load(cos_sin + position * HEAD_SIZE + columns, mask=in_half, other=0.0)[None, :]
-        sin = tl.load(cos_sin + position * HEAD_SIZE + HALF + columns, mask=in_half, other=0.0)[None, :]
         at = qkv + token * qkv_row + outputs
         first, second = tl.load(at, mask=mask, other=0.0), tl.load(at + HALF, mask=mask, other=0.0)
         if RANK:
@@ -153,9 +158,6 @@ def rope_and_store_kernel(
             of_high, rank = _rows_of_heads(b, ranks, slot, 1, keys + HALF, kv_mask, B_SLOT, RANK_SLOT, RANK)
             of_value, v_rank = _rows_of_heads(b, ranks, slot, 2, values, whole, B_SLOT, RANK_SLOT, RANK)
             wait(PDL)
-        position = tl.load(positions + token)
-        cos = tl.load(cos_sin + position * HEAD_SIZE + columns, mask=in_half, other=0.0)[None, :]
-        sin = tl.load(cos_sin + position * HEAD_SIZE + HALF + columns, mask=in_half, other=0.0)[None, :]
         row = qkv + token * qkv_row
         k_low = tl.load(row + keys, mask=kv_mask, other=0.0)
         k_high = tl.load(row + keys + HALF, mask=kv_mask, other=0.0)
@@ -173,8 +175,7 @@ def rope_and_store_kernel(
         if RANK:
             value = _plus(value, of_value, low, place, 2, v_rank, dtype, RANK, SPLITS, SPLITS_PAD)
             tl.store(row + values, value, mask=whole)
-        if HAS_CACHE:
-            cache_at = tl.load(slot_mapping + token)
+        if HAS_CACHE:  # noqa: SIM102 (it is decided when the kernel is compiled)
             if cache_at >= 0:
                 cached: tl.constexpr = key_cache.dtype.element_ty
                 offsets = kv_heads.to(tl.int64)[:, None] * cache_head

@@ -42,14 +42,19 @@ def argmax_parts_kernel(
     tl.store(places + row * MAX_SPLITS + split, tl.min(tl.where(best == peak, where, size), 0))
 
 
-@triton.jit(do_not_specialize=["num_splits", "size"])
+@triton.jit(do_not_specialize=["num_splits", "size", "token_columns"])
 def argmax_whole_kernel(
     peaks,  # fp32 [R, MAX_SPLITS]
     places,  # int32 [R, MAX_SPLITS]
-    tokens,  # int64 [R]
+    tokens,  # int64 [R]; with STORES in the host's memory
+    slots,  # with STORES, like the two behind it: int64 [R]; -1: padding
+    positions,  # int64 [R], of the token before; becomes the token's
+    token_ids,  # int32 [S, C], contiguous rows of token_columns
     size,
     num_splits,
+    token_columns,
     MAX_SPLITS: tl.constexpr,
+    STORES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (R,)."""
@@ -60,15 +65,41 @@ def argmax_whole_kernel(
     values = tl.load(peaks + row * MAX_SPLITS + splits, mask=mask, other=float("-inf"))
     where = tl.load(places + row * MAX_SPLITS + splits, mask=mask, other=size)
     chosen = tl.min(tl.where(values == tl.max(values, 0), where, size), 0)
-    tl.store(tokens + row, tl.minimum(chosen, size - 1).to(tl.int64))
+    token = tl.minimum(chosen, size - 1)
+    tl.store(tokens + row, token.to(tl.int64))
+    if STORES:
+        slot = tl.load(slots + row)
+        if slot >= 0:
+            position = tl.load(positions + row) + 1
+            tl.store(token_ids + slot * token_columns + position, token.to(tl.int32))
+            tl.store(positions + row, position)
 
 
 def argmax_triton(logits_RV: torch.Tensor) -> torch.Tensor:
+    tokens = torch.empty(logits_RV.shape[0], dtype=torch.int64, device=logits_RV.device)
+    _launch(logits_RV, tokens, None)
+    return tokens
+
+
+def store_argmax_triton(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    position_R: torch.Tensor,
+    token_ids_SC: torch.Tensor,
+    token_R: torch.Tensor,
+) -> None:
+    """The Triton twin of `store_most_likely`."""
+    assert token_ids_SC.is_contiguous()
+    _launch(logits_RV, token_R, (slot_R, position_R, token_ids_SC))
+
+
+def _launch(
+    logits_RV: torch.Tensor, tokens: torch.Tensor, stores: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+) -> None:
     num_rows, size = logits_RV.shape
     device = logits_RV.device
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     if not num_rows:
-        return tokens
+        return
     num_splits = max(1, min(MAX_SPLITS, 1024 // num_rows))
     peaks = torch.empty((num_rows, MAX_SPLITS), dtype=torch.float32, device=device)
     places = torch.empty((num_rows, MAX_SPLITS), dtype=torch.int32, device=device)
@@ -77,6 +108,7 @@ def argmax_triton(logits_RV: torch.Tensor) -> torch.Tensor:
         num_warps=4, **overlap(device),
     )  # fmt: skip
     argmax_whole_kernel[(num_rows,)](
-        peaks, places, tokens, size, num_splits, MAX_SPLITS=MAX_SPLITS, num_warps=2, **overlap(device)
-    )
-    return tokens
+        peaks, places, tokens, *(stores or (None, None, None)), size, num_splits,
+        0 if stores is None else stores[2].shape[1], MAX_SPLITS=MAX_SPLITS, STORES=stores is not None, num_warps=2,
+        **overlap(device),
+    )  # fmt: skip

@@ -16,7 +16,7 @@ from tandem.engine.contracts.config import LoraOptions, ModelOptions, SchedulerO
 from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.models.loader import load_model
-from tandem.engine.running.decode_graphs import DecodeGraphs
+from tandem.engine.running.graphs.decode_graphs import DecodeGraphs
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.step_inputs import adapter_rows
 from tandem.engine.scheduling.step import AdapterLoad, SampleRow, ScheduledRow, SchedulerOutput

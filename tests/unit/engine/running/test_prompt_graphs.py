@@ -14,7 +14,7 @@ from handmade_steps import CPU, RecordingConnector, chunk_step, decode_step, mak
 from recorded_graphs import NativeCaptured, RecordedGraph, Recorder
 
 from tandem.engine.contracts.kv_layout import push_groups
-from tandem.engine.running.prompt_graphs import PromptGraphs, prompt_graph_sizes
+from tandem.engine.running.graphs.prompt_graphs import PromptGraphs, prompt_graph_sizes
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.step import BlockCopy, SchedulerOutput, StepMeta
 from tandem.kernels.api import selection

@@ -11,7 +11,7 @@ from handmade_steps import BLOCK, MAX_LEN, RecordingConnector, RunsDirectly, mak
 
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.running import drawing
-from tandem.engine.running.decode_graphs import MAX_CHUNK_READS, DecodeGraphs
+from tandem.engine.running.graphs.decode_graphs import MAX_CHUNK_READS, DecodeGraphs
 from tandem.engine.scheduling.step import ForkSlot, SampleRow, ScheduledRow, SchedulerOutput, StepMeta
 from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.products import few_rows_attention
@@ -75,7 +75,8 @@ def test_a_replay_without_memory_is_computed_otherwise(
     for fails in (False, True):
         runner = make_runner(tiny_model("llama"))
         runner._graphs = graphs = RunsDirectly(runner.model, runner.state, runner.max_graph_rows, MAX_LEN)
-        where = (graphs, "run") if lacking == "replay" else (drawing, "to_host")
+        where = (graphs.batch, "store_most_likely") if sampling.greedy else (drawing, "to_host")
+        where = (graphs, "run") if lacking == "replay" else where
         for step in steps(prompts, sampling):
             with monkeypatch.context() as patch:
                 if fails:
@@ -158,7 +159,7 @@ def test_a_steps_words_may_be_filled_anywhere() -> None:
         batch.fill([row], 4)
     for size in (4, 3):
         batch.fill([row] * 2, size)
-        assert batch._newest[:, :size].tolist() == [[1, 1, *[-1] * (size - 2)], [5, 5, *[0] * (size - 2)]]
+        assert batch._words.buffer(size)[:, :size].tolist() == [[1, 1, *[-1] * (size - 2)], [5, 5, *[0] * (size - 2)]]
 
 
 def test_attention_is_told_of_rows_that_follow() -> None:

@@ -12,6 +12,7 @@ from engine_harness import BLOCK, MAX_MODEL_LEN, Harness, prompt_that_stops
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.request import Prompt, Request
 from tandem.engine.scheduling.times.prompt_budget import PromptBudget
@@ -184,19 +185,60 @@ def test_beside_slow_decodes_a_prompt_has_what_the_graph_has_room_for(num_decode
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds_per_token", "num_tokens"),
-    [(0, 0.0, 2048), (0, 50e-6, 2048), (0, 12.5e-6, 4000), (0, 1e-6, 8192), (256, 1e-6, 256)],
+    ("given", "seconds_per_token", "largest_graph", "num_tokens"),
+    [
+        (0, 0.0, 0, 2048),
+        (0, 50e-6, 0, 2048),
+        (0, 12.5e-6, 0, 4000),
+        (0, 1e-6, 0, 8192),
+        (256, 1e-6, 0, 256),
+        (0, 12.5e-6, 2112, 2111),
+        (0, 12.5e-6, 512, 4000),
+        (3000, 12.5e-6, 2112, 3000),
+    ],
 )
 def test_what_promises_nothing_has_prompts_beside_it_by_time(
-    given: int, seconds_per_token: float, num_tokens: int
+    given: int, seconds_per_token: float, largest_graph: int, num_tokens: int
 ) -> None:
-    """50 ms, and 2,048 tokens at least; unless a number was given."""
-    clock = StepClock(lambda: 0.0)
+    """50 ms, and 2,048 tokens at least, of which a graph of prompts has room; unless a number was given. Graphs of
+    decodes alone count for nothing."""
+    clock, times = StepClock(lambda: 0.0), StepTimes()
     if seconds_per_token:
         clock.prompt_rate.measured(8192, 8192 * seconds_per_token)
+    if largest_graph:
+        times.measured({largest_graph: largest_graph * seconds_per_token}, largest_graph)
     options = SchedulerOptions(max_num_batched_tokens=8192, decode_prompt_budget=given)
-    budget = PromptBudget(options, 16, clock, StepTimes())
+    budget = PromptBudget(options, 16, clock, times)
     assert budget.beside([Request(Prompt(AttemptKey("p", 0), np.zeros(1, np.int32), SamplingParams()))]) == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "lengths", "adapter", "num_tokens"),
+    [
+        (1, [128] * 40, None, 2048),
+        (1, [300] * 40, None, 2111),
+        (1, [40] * 16, None, 2111),
+        (1, [40] * 40, None, 4000),
+        (1, [40] * 15 + [3000] * 9, None, 2111),
+        (256, [128] * 40, None, 1856),
+        (257, [128] * 40, None, 4000),
+        (1, [300] * 40, AdapterRef("/a", b"a"), 4000),
+    ],
+)
+def test_graphs_of_prompts_bound_those_that_they_have_room_for(
+    num_streams: int, lengths: list[int], adapter: AdapterRef | None, num_tokens: int
+) -> None:
+    """Of many short prompts, beside many streams and with adapters, as many are launched at once as 50 ms have time
+    for."""
+    clock, times = StepClock(lambda: 0.0), StepTimes()
+    clock.prompt_rate.measured(8192, 8192 * 12.5e-6)
+    times.measured({2112: 0.03}, 2112)
+    budget = PromptBudget(SchedulerOptions(max_num_batched_tokens=8192), 16, clock, times)
+    requests = [
+        Request(Prompt(AttemptKey(f"{place}", 0), np.zeros(length, np.int32), SamplingParams(), adapter=adapter))
+        for place, length in enumerate([1] * num_streams + lengths)
+    ]
+    assert budget.beside(requests[:num_streams], requests[num_streams:]) == num_tokens
 
 
 def test_step_times_are_read_between_their_points() -> None:

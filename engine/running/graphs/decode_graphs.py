@@ -28,6 +28,7 @@ import torch
 from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.encoder_spans import CrossInputs, EncoderSpans
+from tandem.engine.running.graphs.step_words import LINKS, POSITION, SLOT, StepWords
 from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.scheduling.step import ScheduledRow, SchedulerOutput, rows_follow
@@ -41,8 +42,9 @@ from tandem.kernels.products.few_rows_scratch import MOST_ROWS
 from tandem.kernels.products.fused_ops import argmax_tokens
 from tandem.kernels.products.rotary_attention import WantedTokens
 from tandem.kernels.sampling.decode_buffers import DecodeInputs
-from tandem.kernels.sampling.decode_inputs import gather_decode_inputs, store_tokens
+from tandem.kernels.sampling.decode_inputs import gather_decode_inputs, store_most_likely, store_tokens
 
+UNREAD_STEPS = 4  # that an engine has, at most; one more than two would do
 ROW_MULTIPLE = 16  # keeps every buffer aligned as kernels like it; a guess
 # Up to so many tokens the host takes longer to launch a step than the device to run it;
 # docs/measurements.md#steps-of-few-rows.
@@ -100,40 +102,24 @@ class DecodeBatch:
         self._state = state
         self._max_model_len = max_model_len
         rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
-        # By the number of rows, int64 [2 or 5, G]: slots, positions and a head's links. Each in one run of memory, so
-        # that one copy fills it.
-        self._words_of: dict[int, torch.Tensor] = {}
-        self._newest = torch.empty((2, 0), dtype=torch.int64, device=state.device)  # that were filled
+        self._words = StepWords(state.device, None if features is None else features.links)
         self._adapted = torch.zeros((2, rows), dtype=torch.int32, device=state.device)  # order, slots
         self._inputs = [DecodeInputs.allocate(rows, state.max_blocks, state.device) for _ in state.tables_SB]
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=state.device)
         self.device = state.device
         self._pinned = state.device.type == "cuda"
+        self._tokens = torch.zeros((UNREAD_STEPS, rows), dtype=torch.int64, pin_memory=self._pinned)  # on the host
+        self._turn = 0
 
     def fill(self, rows: Sequence[ScheduledRow], size: int, with_adapters: bool = False) -> None:
         """Writes the step's slots and the position of each one's newest token, and which adapter each takes if some
         do, with copies that don't wait."""
-        self._newest = self._words_for(size)
-        host = torch.empty(self._newest.shape, dtype=torch.int64, pin_memory=self._pinned)
-        words, num_rows = host.numpy(), len(rows)
-        words[:2, :num_rows] = [row.slot for row in rows], [row.start for row in rows]
-        words[0, num_rows:], words[1, num_rows:] = -1, 0
-        if self._features is not None:
-            words[2:] = self._features.links(words[0], words[1])
-        self._newest.copy_(host, non_blocking=True)
+        self._words.fill(rows, size)
         if with_adapters:
             adapter_G = np.zeros(size, np.int32)
-            adapter_G[:num_rows] = self.adapters_of(rows)
+            adapter_G[: len(rows)] = self.adapters_of(rows)
             sent = torch.from_numpy(sorted_rows(adapter_G))
             self._adapted[:, :size].copy_(sent.pin_memory() if self._pinned else sent, non_blocking=True)
-
-    def _words_for(self, size: int) -> torch.Tensor:
-        if size not in self._words_of:
-            # Kernels are compiled for addresses that are multiples of 16 bytes.
-            shape = (2 if self._features is None else 5, -(-size // 2) * 2)
-            with torch.inference_mode(False):  # so that it may be filled anywhere
-                self._words_of[size] = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        return self._words_of[size]
 
     def adapters_of(self, rows: Sequence[ScheduledRow]) -> np.ndarray:
         """int32 [R]: the slot of each row's adapter, 0 for none."""
@@ -154,8 +140,8 @@ class DecodeBatch:
         adapters = None
         if with_adapters:
             adapters = AdapterRows(self._adapted[0, :size], self._adapted[1, :size])
-        words = self._words_for(size)[:, :size]
-        slot_G, position_G = words[0], words[1]
+        words = self._words.buffer(size)[:, :size]
+        slot_G, position_G = words[SLOT], words[POSITION]
         state, every = self._state, [each.first(size) for each in self._inputs]
         for table_SB, inputs in zip(state.tables_SB, every, strict=True):
             gather_decode_inputs(slot_G, position_G, state.token_ids_SC, table_SB, state.block_size, inputs)
@@ -171,7 +157,7 @@ class DecodeBatch:
         with set_forward_context(ForwardContext(by_layer or by_table[0], layers, adapters=adapters)):
             hidden_GH = self._model(every[0].input_ids_R, position_G)
             if self._features is not None:
-                self._features.note(every[0].input_ids_R, position_G, words[2:])
+                self._features.note(every[0].input_ids_R, position_G, words[LINKS:])
         return self._model.project(hidden_GH, out_GV)
 
     def _metadata(
@@ -201,8 +187,21 @@ class DecodeBatch:
 
     def store(self, token_R: torch.Tensor) -> None:
         """Writes the sampled tokens (one per row, in the order of `fill`) into the slots' tables."""
-        num_rows = len(token_R)
-        store_tokens(self._newest[0, :num_rows], self._newest[1, :num_rows], token_R, self._state.token_ids_SC)
+        store_tokens(*self._words.newest(len(token_R)), token_R, self._state.token_ids_SC)
+
+    def store_most_likely(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """Does the same with each row's most likely token, and has the next step of these rows begin behind it. Returns
+        the tokens int64 [R] on the host, there when all that was launched has run, and until UNREAD_STEPS more steps
+        have been drawn."""
+        num_rows = len(logits_RV)
+        self._turn = (self._turn + 1) % UNREAD_STEPS
+        token_R = self._tokens[self._turn, :num_rows]
+
+        def launch(slot_R: torch.Tensor, position_R: torch.Tensor) -> None:
+            store_most_likely(logits_RV, slot_R, position_R, self._state.token_ids_SC, token_R)
+
+        self._words.advance(num_rows, launch)
+        return token_R
 
 
 @contextmanager
@@ -296,6 +295,7 @@ class DecodeGraphs:
         if self._logits_GV is None:
             self._logits_GV = torch.empty_like(logits)  # one for all graphs, the largest comes first
         self.batch.store(argmax_tokens(logits))
+        self.batch.store_most_likely(logits)
         torch.cuda.synchronize(self.batch.device)
         graph = torch.cuda.CUDAGraph()
         # What other threads do (a transfer, another node of this process) must not end the capture.

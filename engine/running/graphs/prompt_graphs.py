@@ -20,7 +20,7 @@ import torch
 
 from tandem.engine.contracts.kv_layout import push_groups
 from tandem.engine.parallel.group import TensorParallel
-from tandem.engine.running.decode_graphs import without_garbage
+from tandem.engine.running.graphs.decode_graphs import without_garbage
 from tandem.engine.running.step_inputs import ForwardInputs, StepInputs
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.backend import CapturedAttention

@@ -1,0 +1,1 @@
+"""Steps as CUDA graphs: those of a token a row, and those with prompts."""
