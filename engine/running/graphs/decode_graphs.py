@@ -44,7 +44,9 @@ from tandem.kernels.products.rotary_attention import WantedTokens
 from tandem.kernels.sampling.decode_buffers import DecodeInputs
 from tandem.kernels.sampling.decode_inputs import gather_decode_inputs, store_most_likely, store_tokens
 
-UNREAD_STEPS = 4  # that an engine has, at most; one more than two would do
+# Steps whose tokens lie apart on the host. An engine reads one step before it launches the second behind it, so three
+# would do.
+UNREAD_STEPS = 4
 ROW_MULTIPLE = 16  # keeps every buffer aligned as kernels like it; a guess
 # Up to so many tokens the host takes longer to launch a step than the device to run it;
 # docs/measurements.md#steps-of-few-rows.
