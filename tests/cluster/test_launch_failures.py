@@ -204,6 +204,7 @@ def fails_when_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def norm(x: torch.Tensor, residual: torch.Tensor | None, *rest: Any) -> torch.Tensor:
         return fused_ops.rms_norm(x, *rest) if residual is None else fused_ops.add_rms_norm(x, residual, *rest)
 
+    let_run(fused, "embedding", fused_ops.embedding)
     let_run(fused, "rms_norm", norm)
     let_run(fused, "silu_mul", fused_ops.silu_mul)
     let_run(argmax, "argmax", fused_ops.argmax_tokens)
