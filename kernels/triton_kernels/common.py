@@ -53,16 +53,27 @@ def begin_late(PDL: tl.constexpr):
 
 
 @triton.jit
-def fetch(pointer, SIZE: tl.constexpr):
-    """Has the L2 cache ask memory for SIZE contiguous numbers, in lines of 128 bytes. It is no read: what another
-    kernel writes meanwhile is what a later load finds."""
+def fetch_lines(pointers, WHOLE: tl.constexpr):
+    """Has the L2 cache ask memory for lines of 128 bytes; not WHOLE: of each for the sector that is pointed into. It is
+    no read: what another kernel writes meanwhile is what a later load finds."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 128; mov.b32 $0, 0;"
+        if WHOLE
+        else "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def fetch_row(pointer, SIZE: tl.constexpr):
+    """Fetches SIZE contiguous numbers by `fetch_lines`."""
     of_line: tl.constexpr = 1024 // pointer.dtype.element_ty.primitive_bitwidth
     lines: tl.constexpr = triton.next_power_of_2((SIZE + of_line - 1) // of_line)
-    places = tl.minimum(tl.arange(0, lines) * of_line, SIZE - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(pointer + places).to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    fetch_lines(pointer + tl.minimum(tl.arange(0, lines) * of_line, SIZE - 1), False)
 
 
 @cache

@@ -82,6 +82,31 @@ def shared_graph_sizes(max_rows: int) -> list[int]:
     return [*(size for size in ladder if size < max_rows), max_rows]
 
 
+def metadata_of_rows(
+    layers: Mapping[str, Attention],
+    inputs: DecodeInputs,
+    starts: torch.Tensor,
+    max_model_len: int,
+    seq_lens_cpu: tuple[int, ...],
+    **more: Any,
+) -> AttentionMetadata:
+    """Says how G rows of a token each attend, whose lengths are on the device. `starts`: 0, 1, ... int32 [G + 1 or more];
+    `seq_lens_cpu`: what the host takes for them; `more`: of the metadata's fields."""
+    size = len(inputs.seq_lens_R)
+    return metadata_backend(layers.values()).get_metadata_cls()(
+        query_start_loc=starts[: size + 1],
+        seq_lens=inputs.seq_lens_R,
+        block_tables=inputs.block_tables_RB,
+        slot_mapping=inputs.slot_mapping_R,
+        num_decode_rows=size,
+        max_query_len=1,
+        max_seq_len=max_model_len,
+        query_lens_cpu=(1,) * size,
+        seq_lens_cpu=seq_lens_cpu,
+        **more,
+    )
+
+
 class DecodeBatch:
     """The input buffers of decode steps, and the forward pass over them."""
 
@@ -170,16 +195,12 @@ class DecodeBatch:
         prefixes: SharedPrefixes | None,
         rows_follow: bool,
     ) -> AttentionMetadata:
-        return metadata_backend(self._model.attention_layers.values()).get_metadata_cls()(
-            query_start_loc=self._starts[: size + 1],
-            seq_lens=inputs.seq_lens_R,
-            block_tables=inputs.block_tables_RB,
-            slot_mapping=inputs.slot_mapping_R,
-            num_decode_rows=size,
-            max_query_len=1,
-            max_seq_len=self._max_model_len,
-            query_lens_cpu=(1,) * size,
-            seq_lens_cpu=(self._max_model_len,) * size,
+        return metadata_of_rows(
+            self._model.attention_layers,
+            inputs,
+            self._starts,
+            self._max_model_len,
+            (self._max_model_len,) * size,
             encoder_seq_lens=None if cross is None else cross.lengths_on_device,
             encoder_seq_lens_cpu=() if cross is None else cross.lengths,
             cross_block_tables=None if cross is None else cross.block_tables,

@@ -26,9 +26,8 @@ class StepWords:
         self._device = device
         self._links_of = links_of
         self._buffers: dict[int, torch.Tensor] = {}
-        self._held: dict[
-            int, np.ndarray
-        ] = {}  # what a buffer holds when all that was launched has run, if that is known
+        # What a buffer holds when all that was launched has run, where that is known.
+        self._held: dict[int, np.ndarray] = {}
         self._size = 0
 
     def buffer(self, size: int) -> torch.Tensor:

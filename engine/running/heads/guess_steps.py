@@ -18,13 +18,12 @@ import torch
 
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.running.batch_state import BatchState
-from tandem.engine.running.graphs.decode_graphs import ROW_MULTIPLE, graph_sizes, without_garbage
+from tandem.engine.running.graphs.decode_graphs import ROW_MULTIPLE, graph_sizes, metadata_of_rows, without_garbage
 from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.sampler import SamplingBatch, sample
 from tandem.engine.running.step_result import to_host
 from tandem.engine.scheduling.speculation.head_tokens import HeadRow, HeadVerb
 from tandem.engine.scheduling.step import BlockAppend, SampleRow
-from tandem.kernels.api.attention import metadata_backend
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.products.fused_ops import argmax_tokens
 from tandem.kernels.sampling.decode_buffers import DecodeInputs
@@ -158,17 +157,7 @@ class HeadSteps:
         gather_decode_inputs(slot_G, position_G, state.token_ids_SC, state.block_table_SB, state.block_size, inputs)
         feature_GE = self._hidden_RE[:size] if kind == "later" else self._features.of(slot_G, position_G - 1)
         layers = {self._head.layer_name: self._head.attention}
-        metadata = metadata_backend(layers.values()).get_metadata_cls()(
-            query_start_loc=self._starts[: size + 1],
-            seq_lens=inputs.seq_lens_R,
-            block_tables=inputs.block_tables_RB,
-            slot_mapping=inputs.slot_mapping_R,
-            num_decode_rows=size,
-            max_query_len=1,
-            max_seq_len=self._max_model_len,
-            query_lens_cpu=(1,) * size,
-            seq_lens_cpu=self._lengths(position_G),
-        )
+        metadata = metadata_of_rows(layers, inputs, self._starts, self._max_model_len, self._lengths(position_G))
         with set_forward_context(ForwardContext(metadata, layers)):
             hidden_GE = self._head(token_G, feature_GE, position_G)
         self._hidden_RE[:size].copy_(hidden_GE)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton_kernels.common import INTERPRETED, LOG2_E, begin_late, dot, oldest_seen
+from tandem.kernels.triton_kernels.common import INTERPRETED, LOG2_E, begin_late, dot, fetch_lines, oldest_seen
 
 
 @triton.jit
@@ -49,21 +49,6 @@ def fetch_tiles(
                 inside = head + block * cache_block + (start % BLOCK_SIZE + slot) * cache_slot + column
                 fetch_lines(key_cache + inside, HEAD_SIZE % LINE == 0)
                 fetch_lines(value_cache + inside, HEAD_SIZE % LINE == 0)
-
-
-@triton.jit
-def fetch_lines(pointers, WHOLE: tl.constexpr):
-    """Lines of 128 bytes; not WHOLE: of each the sector that is pointed into."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 128; mov.b32 $0, 0;"
-        if WHOLE
-        else "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit

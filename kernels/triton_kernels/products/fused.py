@@ -12,7 +12,16 @@ import triton.language as tl
 
 from tandem.kernels.products.adapter_rows import UnaddedProduct
 from tandem.kernels.triton_kernels.adapters.rows import arguments_of, rows_of_b, sum_of, times
-from tandem.kernels.triton_kernels.common import begin, begin_late, cdiv, fetch, next_power_of_2, overlap, start, wait
+from tandem.kernels.triton_kernels.common import (
+    begin,
+    begin_late,
+    cdiv,
+    fetch_row,
+    next_power_of_2,
+    overlap,
+    start,
+    wait,
+)
 from tandem.kernels.triton_kernels.products.quantise_rows import in_e4m3
 
 
@@ -62,7 +71,7 @@ def rms_norm_kernel(
         row = tl.program_id(0).to(tl.int64)
         gain = tl.load(weight + columns, mask=mask, other=0.0)
         if HAS_RESIDUAL and PDL:
-            fetch(residual + row * residual_row, SIZE)
+            fetch_row(residual + row * residual_row, SIZE)
         wait(PDL)
     values = tl.load(x + row * x_row + columns, mask=mask, other=0.0)
     if RANK:
