@@ -90,8 +90,8 @@ def metadata_of_rows(
     seq_lens_cpu: tuple[int, ...],
     **more: Any,
 ) -> AttentionMetadata:
-    """Says how G rows of a token each attend, whose lengths are on the device. `starts`: 0, 1, ... int32 [G + 1 or more];
-    `seq_lens_cpu`: what the host takes for them; `more`: of the metadata's fields."""
+    """Says how G rows of a token each attend, whose lengths are on the device. `starts`: 0, 1, ... int32, at least
+    G + 1; `seq_lens_cpu`: what the host takes for them; `more`: of the metadata's fields."""
     size = len(inputs.seq_lens_R)
     return metadata_backend(layers.values()).get_metadata_cls()(
         query_start_loc=starts[: size + 1],
