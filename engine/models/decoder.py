@@ -190,7 +190,7 @@ class DecoderModel(nn.Module):
     def up_to_last_attention(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> UpToAttention:
         """See DividedModel."""
         x_TE, residual_TE = self._before_last(self._embed(input_ids_T), positions_T)
-        assert isinstance(x_TE, torch.Tensor), "a pass without adapters, of more than one layer"
+        assert not isinstance(x_TE, UnaddedProduct), "a pass without adapters"
         return self._divided_layer.up_to_attention(x_TE, residual_TE)
 
     def from_last_attention(
@@ -214,7 +214,7 @@ class DecoderModel(nn.Module):
         for index, layer in enumerate(self.layers[:-1]):
             self._tap(index, x_TE, residual_TE)
             x_TE, residual_TE = layer(x_TE, residual_TE, positions_T, cos_sin)
-            if self.guess_head is not None:
+            if self.guess_head is not None and x_TE is not None:
                 x_TE = added(x_TE)
         return x_TE, residual_TE
 
@@ -233,7 +233,8 @@ class DecoderModel(nn.Module):
             return every_TE if wanted is None else every_TE[wanted.index]
         if get_forward_context().adapters is not None and wanted is not None:  # their tiles are of all rows
             x_TE, residual_TE = self.layers[-1](x_TE, residual_TE, positions_T, cos_sin)
-            x_TE, residual_TE = added(x_TE)[wanted.index], residual_TE[wanted.index]
+            x_TE = None if x_TE is None else added(x_TE)[wanted.index]
+            residual_TE = residual_TE[wanted.index]
         else:
             x_TE, residual_TE = self.layers[-1](x_TE, residual_TE, positions_T, cos_sin, wanted)
         hidden: torch.Tensor = self.norm(x_TE, residual_TE)

@@ -22,20 +22,23 @@ from tandem.kernels.products.fused_ops import is_fused, silu_mul
 from tandem.kernels.products.matmul_device import asked_of, is_hopper, table_of, tables_of, workspace_of
 from tandem.kernels.products.matmul_plans import (
     GATE_UP_GROUP,
+    LEAST_PROMPT_ROWS,
     LONGEST_TUNED,
+    PROMPT_PLAN,
     Plan,
     RingPlan,
     StreamPlan,
     choose_plan,
     is_measured,
+    prompt_slices,
 )
 from tandem.kernels.products.quantised import RoundedRows
 from tandem.kernels.products.quantised_weight import QuantisedWeight
 from tandem.kernels.products.tuning.candidates import Product
 
 __all__ = [
-    "GATE_UP_GROUP", "LONGEST_TUNED", "can_start_late", "chosen_plan", "group_gate_up", "linear", "linear_silu_mul",
-    "prepare", "read_tables_anew", "run_plan", "table_of",
+    "GATE_UP_GROUP", "LONGEST_TUNED", "can_start_late", "chosen_plan", "group_gate_up", "linear", "linear_onto",
+    "linear_silu_mul", "prepare", "read_tables_anew", "run_plan", "table_of",
 ]  # fmt: skip
 
 
@@ -78,10 +81,27 @@ def linear_silu_mul(
     if isinstance(grouped_GK, QuantisedWeight):
         return _into(out_MI, quantised.linear(x_MK, grouped_GK, silu=True))
     assert isinstance(x_MK, torch.Tensor)
+    if _has_prompt_rows(x_MK, grouped_GK) and _is_right(
+        PROMPT_PLAN, grouped_GK.shape[1], x_MK.dtype, x_MK.device, silu=True
+    ):
+        slices = prompt_slices(*x_MK.shape[:1], *grouped_GK.shape[:1])
+        if slices and _is_aligned(x_MK, grouped_GK, out_MI):
+            return _in_slices(slices, x_MK, grouped_GK, out_MI)
     plan = _plan(x_MK, grouped_GK, silu=True)
     if plan is None or not _is_aligned(x_MK, grouped_GK, out_MI) or grouped_GK.shape[0] % 16:
         return _into(out_MI, silu_mul(functional.linear(x_MK, grouped_GK), GATE_UP_GROUP))
     return _by_plan(plan, x_MK, grouped_GK, None, out_MI, silu=True)
+
+
+def linear_onto(
+    residual_MN: torch.Tensor, x_MK: torch.Tensor | RoundedRows, weight_NK: torch.Tensor | QuantisedWeight
+) -> bool:
+    """residual += x @ weight^T by the product itself, rounded once: for as many rows as prompts have, and for weights
+    in 16 bits. False: nothing was done."""
+    if isinstance(x_MK, RoundedRows) or isinstance(weight_NK, QuantisedWeight) or not _has_prompt_rows(x_MK, weight_NK):
+        return False
+    torch.addmm(residual_MN, x_MK, weight_NK.t(), out=residual_MN)
+    return True
 
 
 def group_gate_up(gate_up_GK: torch.Tensor) -> torch.Tensor:
@@ -126,6 +146,24 @@ def chosen_plan(rows: int, outputs: int, inputs: int, device: torch.device, silu
         if is_measured(table, rows, outputs, inputs):
             return choose_plan(table, rows, outputs, inputs)
     return few_rows.plan_for(rows, outputs, inputs) if rows == 1 else None  # what a layer of few rows would take
+
+
+def _has_prompt_rows(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> bool:
+    """Whether these are rows of a prompt in 16 bits on Hopper, so many that the products bound the step."""
+    if not is_fused(x_MK) or x_MK.dim() != 2 or x_MK.shape[0] < LEAST_PROMPT_ROWS:
+        return False
+    is_half = x_MK.dtype in (torch.bfloat16, torch.float16) and weight_NK.dtype == x_MK.dtype
+    return is_half and is_hopper(x_MK.device)
+
+
+def _in_slices(
+    slices: list[slice], x_MK: torch.Tensor, grouped_GK: torch.Tensor, out_MI: torch.Tensor | None
+) -> torch.Tensor:
+    if out_MI is None:
+        out_MI = x_MK.new_empty((x_MK.shape[0], grouped_GK.shape[0] // 2))
+    for rows in slices:
+        _by_plan(PROMPT_PLAN, x_MK[rows], grouped_GK, None, out_MI[rows], silu=True)
+    return out_MI
 
 
 def _plan(x_MK: torch.Tensor, weight_NK: torch.Tensor, *, silu: bool) -> Plan | None:

@@ -13,6 +13,9 @@ GATE_UP_GROUP = 8  # rows of gate, then rows of up; the kernels' epilogues depen
 LONGEST_TUNED = 320  # rows
 MAX_PROGRAMS = 264  # two on each multiprocessor
 MULTIPROCESSORS = 132  # an H100's and an H200's
+# Of gate and up of prompts: rows of one launch, the fewest of a step, and what must be of use of the tiles for which
+# there is time on the multiprocessors. docs/measurements.md#inside-products-of-prompts
+SLICE_ROWS, LEAST_PROMPT_ROWS, LEAST_USE = 2048, 1024, 0.96
 EMPTY = -1  # a word of a workspace where nothing stands yet: as fp32 a NaN that no arithmetic makes
 WORKSPACE_WORDS = MULTIPROCESSORS * 128 * 256
 MANY_STEPS = 1 << 10  # along K, more than products have
@@ -103,6 +106,14 @@ class RingPlan(NamedTuple):
         """Whether a program's tiles and sums fit a multiprocessor."""
         return self.groups <= 2 and self.sums <= 128 and self.shared_bytes <= SHARED_BYTES
 
+    def use(self, num_rows: int, num_outputs: int) -> float:
+        """The share of a product in what all multiprocessors could do in the time that it takes."""
+        tiles, lanes = -(-num_outputs // self.tile_n), self.lanes(num_rows)
+        if lanes > MULTIPROCESSORS:
+            return 0.0
+        in_turn = -(-tiles // min(tiles, MULTIPROCESSORS // lanes))
+        return num_rows * num_outputs / (MULTIPROCESSORS * in_turn * self.tile_n * self.tile_m)
+
 
 class RowsPlan(NamedTuple):
     """The constants of triton_kernels/products/matmul_rows.py: up to four rows, every program a few whole outputs."""
@@ -117,6 +128,7 @@ class RowsPlan(NamedTuple):
 
 
 Plan = StreamPlan | RingPlan | RowsPlan
+PROMPT_PLAN = RingPlan(tile_n=128, tile_m=256, tile_k=64, stages=4, groups=2)
 PLANS: dict[int, type[StreamPlan] | type[RingPlan] | type[RowsPlan]] = {
     7: StreamPlan, 6: RingPlan, 5: RingPlan, 3: RowsPlan
 }  # fmt: skip
@@ -141,6 +153,13 @@ def _parse_plan(fields: list[int] | None) -> Plan | None:
     if len(fields) not in PLANS:
         raise ValueError(f"a plan of {len(fields)} fields, expected 3, 5, 6 or 7: write the table anew")
     return PLANS[len(fields)](*fields)
+
+
+def prompt_slices(num_rows: int, num_outputs: int) -> list[slice]:
+    """The rows of each launch of `PROMPT_PLAN` that compute gate and up of a prompt's step; none: another way does."""
+    slices = [slice(begin, min(begin + SLICE_ROWS, num_rows)) for begin in range(0, num_rows, SLICE_ROWS)]
+    is_worth = all(PROMPT_PLAN.use(each.stop - each.start, num_outputs) >= LEAST_USE for each in slices)
+    return slices if num_rows >= LEAST_PROMPT_ROWS and is_worth else []
 
 
 def is_measured(table: Table, num_rows: int, num_outputs: int, num_inputs: int) -> bool:

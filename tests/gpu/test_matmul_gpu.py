@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from gpu_checks import ON_HOPPER, relative_error
 from torch.nn import functional
 
 from tandem.kernels.products import matmul, matmul_device
-from tandem.kernels.products.matmul_plans import Plan, RingPlan, RowsPlan, StreamPlan, parse_table
+from tandem.kernels.products.matmul_plans import PROMPT_PLAN, Plan, RingPlan, RowsPlan, StreamPlan, parse_table
 
 pytestmark = ON_HOPPER
 TABLE = parse_table((Path(matmul.__file__).parent / "tuned" / "matmul_NVIDIA_H200.json").read_text())
@@ -95,6 +96,51 @@ def test_odd_sizes(plan: Plan, rows: int, outputs: int, inputs: int, dtype: torc
     check_plan(plan, rows, weight, gated=False)
     if outputs % 16 == 0:
         check_plan(plan, rows, weight, gated=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "num_launches"),
+    [
+        (1024, 28672, 4096, 1),
+        (3072, 28672, 1032, 2),
+        (4096, 6144, 1024, 2),
+        (1088, 28672, 1024, 0),
+        (8192, 6144, 64, 4),
+    ],
+)
+def test_gate_and_up_of_prompts(
+    rows: int, outputs: int, inputs: int, num_launches: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = random_matrix(rows, inputs, dtype), random_weight(outputs, inputs, dtype)
+    launched: list[Plan] = []
+    launch = matmul._by_plan
+
+    def noted(plan: Plan, *args: Any, **flags: Any) -> torch.Tensor:
+        launched.append(plan)
+        return launch(plan, *args, **flags)
+
+    monkeypatch.setattr(matmul, "_by_plan", noted)
+    matmul.linear_silu_mul(x, weight)  # tries itself
+    launched.clear()
+    out = poisoned(rows, outputs // 2, dtype)
+    assert matmul.linear_silu_mul(x, weight, out) is out
+    assert launched == [PROMPT_PLAN] * num_launches
+    gate, up = (x.double() @ weight.double().t()).unflatten(1, (-1, 2, matmul.GATE_UP_GROUP)).unbind(2)
+    assert relative_error(out, (functional.silu(gate) * up).flatten(1)) < TOLERANCE[dtype]
+    assert torch.equal(matmul.linear_silu_mul(x, weight), out)
+
+
+@pytest.mark.parametrize("rows", [1024, 1500, 8192])
+def test_products_of_prompts_add_to_the_stream(rows: int) -> None:
+    x, weight, residual = random_matrix(rows, 1024), random_weight(512, 1024), random_matrix(rows, 512)
+    expected = residual.double() + x.double() @ weight.double().t()
+    assert matmul.linear_onto(residual, x, weight)
+    assert relative_error(residual, expected) < 4e-3
+    before = residual.clone()
+    assert not matmul.linear_onto(residual[:1000], x[:1000], weight)  # rows of decode steps
+    assert not matmul.linear_onto(residual, x, weight.half())
+    assert torch.equal(residual, before)
 
 
 def test_rows_of_a_larger_matrix() -> None:

@@ -47,6 +47,15 @@ def test_refuses_to_group_an_odd_number_of_rows(num_rows: int) -> None:
         matmul.group_gate_up(torch.zeros(num_rows, 4))
 
 
+def test_nothing_is_added_where_no_prompt_kernel_runs() -> None:
+    residual = random_matrix(2048, 48, torch.bfloat16)
+    before = residual.clone()
+    assert not matmul.linear_onto(
+        residual, random_matrix(2048, 64, torch.bfloat16), random_matrix(48, 64, torch.bfloat16)
+    )
+    assert torch.equal(residual, before)
+
+
 def test_no_table_without_a_gpu() -> None:
     assert matmul.table_of(torch.device("cpu")) == {}
     matmul.prepare("cpu")

@@ -17,6 +17,7 @@ from tandem.kernels.products.matmul_plans import (
     choose_plan,
     is_measured,
     parse_table,
+    prompt_slices,
 )
 
 TUNED = sorted((Path(matmul.__file__).parent / "tuned").glob("matmul_*.json"))
@@ -92,6 +93,33 @@ def test_takes_no_plan_that_does_not_fit_the_sizes() -> None:
 )
 def test_validity(plan: StreamPlan | RingPlan | RowsPlan, num_rows: int, sizes: tuple[int, int], valid: bool) -> None:
     assert plan.is_valid(num_rows, *sizes) is valid
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "lengths"),
+    [
+        (512, 28672, []),  # five of six multiprocessors would work
+        (1023, 28672, []),
+        (1024, 28672, [1024]),
+        (1088, 28672, []),
+        (2048, 28672, [2048]),
+        (2112, 28672, []),
+        (3072, 28672, [2048, 1024]),
+        (8192, 28672, [2048] * 4),
+        (8200, 28672, []),
+        (1024, 6144, []),
+        (2048, 6144, [2048]),
+        (2048, 34816, [2048]),
+        (2048, 256, []),
+        (0, 28672, []),
+    ],
+)
+def test_gate_and_up_of_prompts_where_all_multiprocessors_work(
+    num_rows: int, num_outputs: int, lengths: list[int]
+) -> None:
+    slices = prompt_slices(num_rows, num_outputs)
+    assert [each.stop - each.start for each in slices] == lengths
+    assert [each.start for each in slices] == [sum(lengths[:i]) for i in range(len(lengths))]
 
 
 @pytest.mark.parametrize("file", TUNED, ids=lambda file: file.stem)

@@ -103,6 +103,9 @@ class MtpHead(nn.Module):
         """[R, E]: what stands for the features of these tokens. Stores what the cache keeps of them."""
         entering_RE = self.ends.enter(token_R, feature_RE)
         added_RE, residual_RE = self.layer(None, entering_RE, position_R, self.rotary.table())
+        if added_RE is None:
+            return self.ends.carry(residual_RE)
+        assert isinstance(added_RE, torch.Tensor), "heads take no adapters"
         if self.group is not None:
             added_RE = self.group.sum(added_RE)
         return self.ends.carry(added_RE + residual_RE)

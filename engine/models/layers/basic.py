@@ -11,7 +11,7 @@ from tandem.kernels.products import quantised
 from tandem.kernels.products.adapter_rows import AdapterStack, UnaddedProduct
 from tandem.kernels.products.adapters import added, linear_and_low, norm_adds
 from tandem.kernels.products.fused_ops import add_rms_norm, rms_norm
-from tandem.kernels.products.matmul import linear
+from tandem.kernels.products.matmul import linear, linear_onto
 from tandem.kernels.products.quantised import RoundedRows
 from tandem.kernels.products.quantised_weight import QuantisedWeight
 
@@ -63,6 +63,15 @@ class Linear(nn.Linear):
         assert isinstance(x_TK, torch.Tensor)
         return UnaddedProduct(*linear_and_low(x_TK, self.matrix, self.bias, self.adapters, rows), self.adapters, rows)
 
+    def product_onto(
+        self, stream_TE: torch.Tensor | None, x_TK: torch.Tensor | RoundedRows
+    ) -> torch.Tensor | UnaddedProduct | None:
+        """`product`, or None where it has been added to the stream on the way."""
+        adds_more = self.bias is not None or (self.adapters is not None and get_forward_context().adapters is not None)
+        if stream_TE is not None and not adds_more and linear_onto(stream_TE, x_TK, self.matrix):
+            return None
+        return self.product(x_TK)
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm with learned weights; adds to the residual stream first, and sums ranks' parts, if there
@@ -74,8 +83,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self._group = group
 
-    def forward(self, x_TE: torch.Tensor | UnaddedProduct, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalises x, or residual += x (in place) when there is one; in a group x is this rank's part of it."""
+    def forward(
+        self, x_TE: torch.Tensor | UnaddedProduct | None, residual_TE: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Normalises x, or residual += x (in place) when there is one; in a group x is this rank's part of it. Of None
+        and a residual the residual: nothing is left to be added."""
+        if x_TE is None:
+            x_TE, residual_TE = residual_TE, None
+        assert x_TE is not None
         if residual_TE is None:
             return rms_norm(added(x_TE), self.weight, self.eps)
         if self._group is not None:
@@ -85,9 +100,14 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
 
     def before(
-        self, product: Linear | None, x_TE: torch.Tensor | UnaddedProduct, residual_TE: torch.Tensor | None = None
+        self,
+        product: Linear | None,
+        x_TE: torch.Tensor | UnaddedProduct | None,
+        residual_TE: torch.Tensor | None = None,
     ) -> torch.Tensor | RoundedRows:
         """`forward`, rounded as the product would round it."""
+        if x_TE is None:
+            x_TE, residual_TE = residual_TE, None
         if self._group is None and product is not None and isinstance(x_TE, torch.Tensor) and product.rounds(x_TE):
             return quantised.rounded_rms_norm(x_TE, residual_TE, self.weight, self.eps)
         normed: torch.Tensor = self(x_TE, residual_TE)

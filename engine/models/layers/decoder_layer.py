@@ -43,6 +43,7 @@ class DecoderLayer(nn.Module):
         mixture = config.mixture
         is_dense = mixture is None or layer in mixture.dense_layers
         self.is_dense_exception = is_dense and mixture is not None
+        self._is_whole = group is None  # else what products give are parts of sums
         self.mlp: MLP | MixtureOfExperts
         if is_dense or mixture is None:
             self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
@@ -56,18 +57,19 @@ class DecoderLayer(nn.Module):
         positions_T: torch.Tensor,
         cos_sin: torch.Tensor,
         wanted: WantedTokens | None = None,
-    ) -> tuple[torch.Tensor | UnaddedProduct, torch.Tensor]:
-        """(what is still to be added to the residual stream, the stream). With `wanted`, only those tokens."""
-        summands = (residual_TE,) if x_TE is None else (x_TE, residual_TE)
+    ) -> tuple[torch.Tensor | UnaddedProduct | None, torch.Tensor]:
+        """(what is still to be added to the residual stream, if anything is, the stream). With `wanted`, only those
+        tokens."""
         if wanted is None:
-            normed = self.input_layernorm.before(self.self_attn.first, *summands)
-            attended = self.self_attn(normed, positions_T, cos_sin)
+            normed = self.input_layernorm.before(self.self_attn.first, x_TE, residual_TE)
+            attended = self.self_attn(normed, positions_T, cos_sin, residual_TE if self._is_whole else None)
         else:
-            attended = self.self_attn.forward_wanted(self.input_layernorm(*summands), positions_T, cos_sin, wanted)
+            normed_TE: torch.Tensor = self.input_layernorm(x_TE, residual_TE)
+            attended = self.self_attn.forward_wanted(normed_TE, positions_T, cos_sin, wanted)
             residual_TE = residual_TE[wanted.index]
         return self._behind_attention(attended, residual_TE)
 
-    def up_to_attention(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> UpToAttention:
+    def up_to_attention(self, x_TE: torch.Tensor | None, residual_TE: torch.Tensor) -> UpToAttention:
         """The first part of `forward`, without latents; x is added to the residual stream in place."""
         assert isinstance(self.self_attn, SelfAttention)
         normed_TE: torch.Tensor = self.input_layernorm(x_TE, residual_TE)
@@ -75,22 +77,23 @@ class DecoderLayer(nn.Module):
 
     def from_attention(
         self, before: UpToAttention, positions_T: torch.Tensor, cos_sin: torch.Tensor, wanted: WantedTokens | None
-    ) -> tuple[torch.Tensor | UnaddedProduct, torch.Tensor]:
+    ) -> tuple[torch.Tensor | UnaddedProduct | None, torch.Tensor]:
         """The rest of `forward`. `before.kv` is overwritten."""
         assert isinstance(self.self_attn, SelfAttention)
         if wanted is None:
-            return self._behind_attention(self.self_attn(before.x, positions_T, cos_sin), before.residual)
+            stream_TE = before.residual if self._is_whole else None
+            return self._behind_attention(self.self_attn(before.x, positions_T, cos_sin, stream_TE), before.residual)
         attended = self.self_attn.forward_wanted(before.x, positions_T, cos_sin, wanted, before.kv)
         return self._behind_attention(attended, before.residual[wanted.index])
 
     def _behind_attention(
-        self, attended: torch.Tensor | UnaddedProduct, residual_TE: torch.Tensor
-    ) -> tuple[torch.Tensor | UnaddedProduct, torch.Tensor]:
+        self, attended: torch.Tensor | UnaddedProduct | None, residual_TE: torch.Tensor
+    ) -> tuple[torch.Tensor | UnaddedProduct | None, torch.Tensor]:
         product = self.mlp.gate_up_proj if isinstance(self.mlp, MLP) else None
         normed = self.post_attention_layernorm.before(product, attended, residual_TE)
-        out: torch.Tensor | UnaddedProduct
-        out = self.mlp.product(normed) if isinstance(self.mlp, MLP) else self.mlp(normed)
-        return out, residual_TE
+        if isinstance(self.mlp, MLP):
+            return self.mlp.product_onto(residual_TE if self._is_whole else None, normed), residual_TE
+        return self.mlp(normed), residual_TE
 
     def store(self, residual_TE: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor) -> None:
         """Stores what the cache keeps of tokens with this input, and computes nothing else."""

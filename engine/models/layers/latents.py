@@ -15,6 +15,7 @@ from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.latent_attention import latent_attention, latent_store
 from tandem.kernels.latents.new_rows import NewLatents
 from tandem.kernels.products import few_rows
+from tandem.kernels.products.adapter_rows import UnaddedProduct
 from tandem.kernels.products.quantised import RoundedRows
 from tandem.kernels.products.rotary_attention import WantedTokens
 
@@ -68,10 +69,14 @@ class LatentSelfAttention(nn.Module):
         self.kv_b_proj.make_plain(dtype)
 
     def forward(
-        self, x_TE: torch.Tensor | RoundedRows, positions_T: torch.Tensor, cos_sin: torch.Tensor
-    ) -> torch.Tensor:
-        projected: torch.Tensor = self.o_proj(self._attended(self.first(x_TE), positions_T, cos_sin))
-        return projected
+        self,
+        x_TE: torch.Tensor | RoundedRows,
+        positions_T: torch.Tensor,
+        cos_sin: torch.Tensor,
+        stream_TE: torch.Tensor | None = None,
+    ) -> torch.Tensor | UnaddedProduct | None:
+        """Attention's output [T, E]; None where it has been added to the stream on the way."""
+        return self.o_proj.product_onto(stream_TE, self._attended(self.first(x_TE), positions_T, cos_sin))
 
     def forward_few_rows(
         self, residual_RE: torch.Tensor, norm: RMSNorm, positions_R: torch.Tensor, cos_sin: torch.Tensor

@@ -38,10 +38,15 @@ class MLP(nn.Module):
         self.is_grouped = True
 
     def forward(self, x_TE: torch.Tensor | RoundedRows) -> torch.Tensor:
-        return added(self.product(x_TE))
+        product = self.product_onto(None, x_TE)
+        assert product is not None
+        return added(product)
 
-    def product(self, x_TE: torch.Tensor | RoundedRows) -> torch.Tensor | UnaddedProduct:
-        """`forward` for who adds the adapters of the last product itself, or has them `added`."""
+    def product_onto(
+        self, stream_TE: torch.Tensor | None, x_TE: torch.Tensor | RoundedRows
+    ) -> torch.Tensor | UnaddedProduct | None:
+        """`forward` for who adds the adapters of the last product itself, or has them `added`; None where all has been
+        added to the stream on the way."""
         both, group = self.gate_up_proj, GATE_UP_GROUP if self.is_grouped else 0
         if both.adapters is not None and (rows := get_forward_context().adapters) is not None:
             assert isinstance(x_TE, torch.Tensor)
@@ -51,7 +56,7 @@ class MLP(nn.Module):
             activated = linear_silu_mul(x_TE, both.matrix)
         else:
             activated = silu_mul(both(x_TE))
-        return self.down_proj.product(activated)
+        return self.down_proj.product_onto(stream_TE, activated)
 
     def forward_few_rows(self, residual_RE: torch.Tensor, gain_E: torch.Tensor, eps: float) -> None:
         """residual += MLP of the normalised residual, in two launches."""

@@ -61,16 +61,21 @@ class SelfAttention(nn.Module):
         return self.qkv_proj
 
     def forward(
-        self, x_TE: torch.Tensor | RoundedRows, positions_T: torch.Tensor, cos_sin: torch.Tensor
-    ) -> torch.Tensor | UnaddedProduct:
-        """Attention's output [T, E], whose adapters whoever takes it has to add."""
+        self,
+        x_TE: torch.Tensor | RoundedRows,
+        positions_T: torch.Tensor,
+        cos_sin: torch.Tensor,
+        stream_TE: torch.Tensor | None = None,
+    ) -> torch.Tensor | UnaddedProduct | None:
+        """Attention's output [T, E], whose adapters whoever takes it has to add; None where it has been added to the
+        stream on the way."""
         qkv_TC = self.qkv_proj.product(x_TE)
         if torch.compiler.is_compiling():
             assert isinstance(qkv_TC, torch.Tensor)
             out = traced_rotary_attention(qkv_TC, positions_T, cos_sin, self.attention, self._head_norms())
         else:
             out = rotary_attention(qkv_TC, positions_T, cos_sin, self.layer_name, self._head_norms())
-        return self.o_proj.product(out)
+        return self.o_proj.product_onto(stream_TE, out)
 
     def forward_few_rows(
         self, residual_RE: torch.Tensor, norm: RMSNorm, positions_R: torch.Tensor, cos_sin: torch.Tensor

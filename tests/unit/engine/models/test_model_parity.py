@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from model_logits import BLOCK, CPU, logits_in_chunks
+from tiny_hf_models import tiny_hf_model
 
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.models.heads.taps import FeatureTaps
+from tandem.engine.models.layers import basic
 from tandem.engine.models.loader import load_model
 from tandem.kernels.api.attention import bind_kv_cache
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
@@ -45,6 +49,44 @@ def test_tiny_models_are_sharp_enough_for_exactness_tests(kind: str) -> None:
         greedy = reference_greedy(tiny_model(kind), random_prompt(length, seed), 64)
         assert greedy.num_distinct >= 20
         assert greedy.min_gap >= 1e-3
+
+
+def add_to_the_stream(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """What prompts' products do on a GPU."""
+    torch.addmm(residual, x, weight.t(), out=residual)
+    return True
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "deepseek_v2"])
+def test_products_may_add_to_the_residual_stream_themselves(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_hf_model(kind) if kind.startswith("deepseek") else tiny_model(kind)
+    model, token_ids = load(folder), random_prompt(100, seed=3)
+    expected = logits_in_chunks(model, token_ids, [60, 40])
+    shapes = []
+
+    def counted(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        shapes.append(tuple(weight.shape))
+        return add_to_the_stream(residual, x, weight)
+
+    monkeypatch.setattr(basic, "linear_onto", counted)
+    actual = logits_in_chunks(model, token_ids, [60, 40])
+    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
+    attended = [layer.self_attn.o_proj.weight.shape for layer in model.layers]
+    mixed = [layer.mlp.down_proj.weight.shape for layer in model.layers if hasattr(layer.mlp, "down_proj")]
+    assert sorted(shapes) == sorted(2 * [tuple(shape) for shape in attended + mixed])
+
+
+def test_features_are_whole_where_products_add_to_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, token_ids = load(tiny_model("llama")), random_prompt(40, seed=3)
+    taken = []
+    for adds in (False, True):
+        if adds:
+            monkeypatch.setattr(basic, "linear_onto", add_to_the_stream)
+        taps = FeatureTaps((1, 2, len(model.layers)))
+        monkeypatch.setattr(model, "guess_head", SimpleNamespace(taps=taps))
+        logits_in_chunks(model, token_ids, [40])
+        taken.append(taps.taken())
+    torch.testing.assert_close(taken[1], taken[0], rtol=1e-5, atol=1e-5)
 
 
 def test_logits_equal_transformers_where_only_some_layers_slide(tmp_path: Path) -> None:
