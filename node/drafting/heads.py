@@ -83,7 +83,9 @@ def load_head(
         folder = resolve_model(asked.model, asked.revision)
         head, config = _eagle(asked, options, served, folder, max_model_len)
     served.take_guess_head(head)
-    group = msgspec.structs.replace(layout.group, num_layers=layout.group.num_layers + 1)
+    group = layout.group
+    scales = {"k_scales": (*group.k_scales, 1.0), "v_scales": (*group.v_scales, 1.0)} if group.k_scales else {}
+    group = msgspec.structs.replace(group, num_layers=group.num_layers + 1, **scales)
     own_identity = identity_with_head(identity, folder, config, options.model.load_format)
     return LoadedHead(head, msgspec.structs.replace(layout, groups=(group,)), own_identity)
 
@@ -114,10 +116,6 @@ def _mtp(asked: MtpOptions, options: NodeOptions, model: Model, folder: Path) ->
 def _check(options: NodeOptions, layout: KVLayout, method: str) -> None:
     """Raises ConfigError where no head can be beside what is asked."""
     refused = (
-        (
-            layout.group.dtype.startswith("float8"),
-            f"{method} keeps its keys beside the model's, in 16 bits or more: leave --kv-cache-dtype out",
-        ),
         (
             layout.group.kind == "latent" and method == "eagle3",
             "eagle3 keeps keys and values, this model latents: choose another method",

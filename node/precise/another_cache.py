@@ -13,7 +13,8 @@ from tandem.kernels.products.rotary_attention import WantedTokens
 
 
 class OverAnotherCache:
-    """A model over a cache of its own; everything else is the given model's. Implements `Model`."""
+    """A model over a cache of its own, without its head, if it has one; everything else is the given model's.
+    Implements `Model`."""
 
     group = expert_group = None
     encoder = None
@@ -23,7 +24,9 @@ class OverAnotherCache:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self.attention_layers = {name: layer.over_another_cache() for name, layer in model.attention_layers.items()}
+        layers, head = model.attention_layers.items(), model.guess_head
+        own = {name: layer for name, layer in layers if head is None or name != head.layer_name}
+        self.attention_layers = {name: layer.over_another_cache() for name, layer in own.items()}
 
     def __call__(
         self,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from eagle_heads import DEMO, knowing_head, random_head, walking_model
+from eagle_heads import DEMO, TINY_HEAD, knowing_head, random_head, walking_model
 from quantised_checkpoints import mxfp4_folders
 from served_head import (
     GREEDY,
@@ -26,13 +26,9 @@ from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
 from tandem.engine.models.hf.model import HFModel
 from tandem.node.setup import load
-from tiny_models import VOCAB, check_greedy, random_prompt
+from tiny_models import check_greedy, random_prompt
 
-TINY = {  # of a head for tiny models of all families
-    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "vocab_size": VOCAB, "draft_vocab_size": VOCAB // 4,
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
-}  # fmt: skip
+FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 
 
 def headed(folder: Path, count: int = 4) -> str:
@@ -69,11 +65,32 @@ def test_a_head_beside_transformers_modules_is_as_right(roles: list[str], tmp_pa
     check_knowing(nodes, where, most_steps=30)
 
 
+@pytest.mark.parametrize(
+    "kept",
+    [{"unified": FP8}, {"decode": FP8, "prefill": FP8}, {"decode": FP8, "prefill": {}}],
+    ids=["one", "split", "converted"],
+)
+def test_a_head_that_knows_the_model_is_right_over_kv_of_fp8(kept: dict[str, dict[str, str]], tmp_path: Path) -> None:
+    model, config = walking_model(tmp_path / "model"), headed(knowing_head(tmp_path / "head"))
+    nodes, where = nodes_of(
+        list(kept), lambda role: node_options(role, model, speculative_config=config, chunk=32, **kept[role])
+    )
+    check_knowing(nodes, where, most_steps=30)
+
+
+def test_the_layer_of_a_head_has_a_scale_of_its_own(tmp_path: Path) -> None:
+    scales = tmp_path / "scales.json"
+    scales.write_text(json.dumps({"k": [0.5] * 5, "v": [2.0] * 5}))
+    options = node_options("unified", DEMO, speculative_config=headed(random_head(tmp_path / "head")), **FP8)
+    loaded = load(replace(options, cache=replace(options.cache, kv_scales=str(scales))))
+    assert (loaded.layout.group.k_scales, loaded.layout.group.v_scales) == ((*[0.5] * 5, 1.0), (*[2.0] * 5, 1.0))
+
+
 @pytest.mark.parametrize("family", ["gemma3_text", "olmo2"])
 def test_a_head_changes_no_token_of_transformers_modules(family: str, tmp_path: Path) -> None:
     """Also where layers slide, and are kept apart from the head's."""
     model = tiny_hf_model(family)
-    decode = check_split(model, model, headed(random_head(tmp_path / "head", **TINY)))
+    decode = check_split(model, model, headed(random_head(tmp_path / "head", **TINY_HEAD)))
     assert decode.process.logic.scheduler.spec_counters["spec_draft_tokens"] > 0
 
 
@@ -118,7 +135,7 @@ def test_a_stream_that_moves_takes_the_heads_keys_along(tmp_path: Path) -> None:
 def test_a_head_beside_sinks_windows_and_experts_in_mxfp4(tmp_path: Path) -> None:
     """Of GPT-OSS, split; one that guesses wrong changes no token."""
     model, twin = mxfp4_folders(tiny_hf_model("gpt_oss"), tmp_path)
-    check_split(model, twin, headed(random_head(tmp_path / "head", **TINY)))
+    check_split(model, twin, headed(random_head(tmp_path / "head", **TINY_HEAD)))
 
 
 @pytest.mark.slow  # as test_mtp.py asks of another head
@@ -160,25 +177,14 @@ def test_a_head_that_does_not_fit_is_refused_by_name(changes: dict[str, object],
         load(node_options("unified", DEMO, speculative_config=headed(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"kv_cache_dtype": "fp8_e4m3"}, "leave --kv-cache-dtype out"),
-        ({"compile": True}, "--compile"),
-    ],
-)
-def test_a_model_that_can_have_no_head_is_refused_by_name(
-    changes: dict[str, object], says: str, tmp_path: Path
-) -> None:
-    fp8 = {name: changes[name] for name in ("kv_cache_dtype",) if name in changes}
-    options = node_options("unified", DEMO, speculative_config=headed(random_head(tmp_path)), **fp8)
-    rest = {name: value for name, value in changes.items() if name not in fp8}
-    with pytest.raises(ConfigError, match=says):
-        load(replace(options, **rest))  # type: ignore[arg-type]
+def test_a_compiled_model_is_refused(tmp_path: Path) -> None:
+    options = node_options("unified", DEMO, speculative_config=headed(random_head(tmp_path)))
+    with pytest.raises(ConfigError, match="--compile"):
+        load(replace(options, compile=True))
 
 
 def test_a_model_that_sees_pictures_is_refused_by_name(tmp_path: Path) -> None:
-    config = headed(random_head(tmp_path, **TINY))
+    config = headed(random_head(tmp_path, **TINY_HEAD))
     with pytest.raises(ConfigError, match="takes more than text"):
         load(node_options("unified", tiny_hf_model("qwen2_5_vl"), speculative_config=config))
 

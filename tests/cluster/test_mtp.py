@@ -50,6 +50,15 @@ def test_a_head_that_knows_the_model_is_right(roles: list[str], family: str, tmp
     check_knowing(nodes, where, most_steps=35)
 
 
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+def test_a_head_that_knows_the_model_is_right_over_kv_of_fp8(family: str, tmp_path: Path) -> None:
+    fp8 = {"kv_cache_dtype": "fp8_e4m3", "chunk": 32}
+    nodes, where = of_roles(
+        ["decode", "prefill"], knowing_mtp(tmp_path, family).served, speculative_config=guessing(), **fp8
+    )
+    check_knowing(nodes, where, most_steps=35)
+
+
 @pytest.mark.parametrize(
     ("family", "ranks"),
     [
@@ -181,7 +190,8 @@ def test_models_without_such_a_layer_are_refused_by_name() -> None:
     ("family", "changes", "says"),
     [
         ("deepseek_v3", {"compile": True}, "mtp doesn't go with --compile"),
-        ("mimo", {"kv_cache_dtype": "fp8_e4m3"}, "leave --kv-cache-dtype out"),
+        ("mimo", {"compile": True}, "mtp doesn't go with --compile"),
+        ("deepseek_v3", {"kv_cache_dtype": "fp8_e4m3"}, "latents are kept in 16 bits or more"),
         ("glm4_moe", {"compile": True}, "mtp doesn't go with --compile"),
     ],
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from eagle_heads import TINY_HEAD, random_head
 from router_in_thread import RouterInThread
 from safetensors.torch import load_file, save_file
 from split_pair import GREEDY, make_pair
@@ -34,10 +36,19 @@ def model_with_large_values() -> Path:
     return made_once(small.parent / "llama-large-values", build)
 
 
-@pytest.mark.parametrize("roles", [("unified",), ("prefill", "decode")], ids=["single", "split"])
-def test_tokens_are_those_of_16_bits(roles: tuple[str, ...]) -> None:
-    folder = model_with_large_values()
-    nodes = [Node(node_options(role, folder, **FP8)) for role in roles]
+@pytest.mark.parametrize(
+    ("roles", "is_headed"),
+    [(("unified",), False), (("prefill", "decode"), False), (("unified",), True)],
+    ids=["single", "split", "headed"],
+)
+def test_tokens_are_those_of_16_bits(roles: tuple[str, ...], is_headed: bool, tmp_path: Path) -> None:
+    """Also beside a head that guesses, which the precise engine has not."""
+    folder, more = model_with_large_values(), {}
+    if is_headed:
+        features = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+        head = str(random_head(tmp_path, **TINY_HEAD | {"eagle_config": features}))
+        more = {"speculative_config": json.dumps({"method": "eagle3", "model": head, "num_speculative_tokens": 2})}
+    nodes = [Node(node_options(role, folder, **FP8, **more)) for role in roles]
     addresses = tuple(node.info.control_address for node in nodes)
     asked = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
     with RouterInThread(folder, addresses, local_tail_tokens=0) as router:

@@ -10,10 +10,16 @@ import torch
 from safetensors.torch import save_file
 
 import tandem.deploy
+from tiny_models import VOCAB
 
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
 FEATURE_LAYERS = (1, 2, 4)  # of the demo model's five, which are too few for the usual ones
 DRAFT_VOCAB = 512
+TINY_HEAD = {  # of a head for tiny models of all families
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": VOCAB, "draft_vocab_size": VOCAB // 4,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+}  # fmt: skip
 
 
 def random_head(folder: Path, seed: int = 0, **changes: object) -> Path:

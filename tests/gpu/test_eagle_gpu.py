@@ -22,13 +22,18 @@ ASKED = {
 
 
 def serve(
-    model: Path, head: Path | None, prompt: list[int], model_impl: str = "auto", **changes: object
+    model: Path,
+    head: Path | None,
+    prompt: list[int],
+    model_impl: str = "auto",
+    dtype: str = "float32",
+    **changes: object,
 ) -> tuple[list[list[int]], dict]:
     """Outputs, and what became of guesses. In float32, where two tokens are hardly ever equal but for the last bits.
     Nothing is known of what steps take, so that all that is likely is guessed."""
     config = "" if head is None else json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 4})
     options = node_options("unified", model, device="cuda", block_size=64, speculative_config=config, **changes)
-    read = ModelOptions(str(model), dtype="float32", model_impl=model_impl)
+    read = ModelOptions(str(model), dtype=dtype, model_impl=model_impl)
     node = Node(type(options)(**{**vars(options), "model": read}))
     with client_of([node]) as client:
         scheduler = node.process.logic.scheduler
@@ -60,6 +65,17 @@ def test_a_head_that_knows_the_model_is_right(graphs: bool, apart: bool, tmp_pat
     print(counters)
     assert guessed == plain
     # A few of those that are drawn aren't the likeliest ones; the head's distribution is the model's but for the scale.
+    assert counters["spec_accepted_tokens"] > 0.7 * counters["spec_draft_tokens"] > 50
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_head_that_knows_the_model_is_right_over_kv_of_fp8(graphs: bool, tmp_path: Path) -> None:
+    prompt, fp8 = [7 * place % SIZE for place in range(90)], {"kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"}
+    model, head = walking_model(tmp_path / "model"), knowing_head(tmp_path / "head")
+    plain, _ = serve(model, None, prompt, **fp8)
+    guessed, counters = serve(model, head, prompt, cuda_graphs=graphs, **fp8)
+    print(counters)
+    assert guessed[0] == plain[0]  # a drawn token may lie where two sums of 16 bits differ
     assert counters["spec_accepted_tokens"] > 0.7 * counters["spec_draft_tokens"] > 50
 
 

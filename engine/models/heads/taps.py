@@ -25,12 +25,14 @@ class FeatureTaps:
 
     def take(self, layer: int, x_TE: torch.Tensor | None, residual_TE: torch.Tensor) -> None:
         """Called before each layer, with the two parts of its input. Copies, since layers add to them in place."""
+        if layer == self.layers[0]:  # of a new pass; nobody asked for what the one before left
+            self._taken.clear()
         if layer in self.layers:
             self._taken.append(residual_TE.clone() if x_TE is None else x_TE + residual_TE)
 
     def taken(self) -> torch.Tensor:
         """[T, layers * E] of the newest pass, once."""
-        taken, self._taken = self._taken[-len(self.layers) :], []
+        taken, self._taken = self._taken, []
         assert len(taken) == len(self.layers), "a pass did not go through the layers"
         return torch.cat(taken, dim=-1)
 
