@@ -22,6 +22,7 @@ from tandem.kernels.products.fused_ops import is_fused, silu_mul
 from tandem.kernels.products.matmul_device import asked_of, is_hopper, table_of, tables_of, workspace_of
 from tandem.kernels.products.matmul_plans import (
     GATE_UP_GROUP,
+    LEAST_ADDED_ROWS,
     LEAST_PROMPT_ROWS,
     LONGEST_TUNED,
     PROMPT_PLAN,
@@ -81,7 +82,7 @@ def linear_silu_mul(
     if isinstance(grouped_GK, QuantisedWeight):
         return _into(out_MI, quantised.linear(x_MK, grouped_GK, silu=True))
     assert isinstance(x_MK, torch.Tensor)
-    if _has_prompt_rows(x_MK, grouped_GK) and _is_right(
+    if _has_many_rows(x_MK, grouped_GK, LEAST_PROMPT_ROWS) and _is_right(
         PROMPT_PLAN, grouped_GK.shape[1], x_MK.dtype, x_MK.device, silu=True
     ):
         slices = prompt_slices(*x_MK.shape[:1], *grouped_GK.shape[:1])
@@ -98,7 +99,9 @@ def linear_onto(
 ) -> bool:
     """residual += x @ weight^T by the product itself, rounded once: for as many rows as prompts have, and for weights
     in 16 bits. False: nothing was done."""
-    if isinstance(x_MK, RoundedRows) or isinstance(weight_NK, QuantisedWeight) or not _has_prompt_rows(x_MK, weight_NK):
+    if isinstance(x_MK, RoundedRows) or isinstance(weight_NK, QuantisedWeight):
+        return False
+    if not _has_many_rows(x_MK, weight_NK, LEAST_ADDED_ROWS):
         return False
     torch.addmm(residual_MN, x_MK, weight_NK.t(), out=residual_MN)
     return True
@@ -148,9 +151,9 @@ def chosen_plan(rows: int, outputs: int, inputs: int, device: torch.device, silu
     return few_rows.plan_for(rows, outputs, inputs) if rows == 1 else None  # what a layer of few rows would take
 
 
-def _has_prompt_rows(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> bool:
-    """Whether these are rows of a prompt in 16 bits on Hopper, so many that the products bound the step."""
-    if not is_fused(x_MK) or x_MK.dim() != 2 or x_MK.shape[0] < LEAST_PROMPT_ROWS:
+def _has_many_rows(x_MK: torch.Tensor, weight_NK: torch.Tensor, least: int) -> bool:
+    """Whether these are at least so many rows in 16 bits on Hopper."""
+    if not is_fused(x_MK) or x_MK.dim() != 2 or x_MK.shape[0] < least:
         return False
     is_half = x_MK.dtype in (torch.bfloat16, torch.float16) and weight_NK.dtype == x_MK.dtype
     return is_half and is_hopper(x_MK.device)

@@ -16,6 +16,7 @@ MULTIPROCESSORS = 132  # an H100's and an H200's
 # Of gate and up of prompts: rows of one launch, the fewest of a step, and what must be of use of the tiles for which
 # there is time on the multiprocessors. docs/measurements.md#inside-products-of-prompts
 SLICE_ROWS, LEAST_PROMPT_ROWS, LEAST_USE = 2048, 1024, 0.96
+LEAST_ADDED_ROWS = 512  # of a product that adds to the residual stream itself; likewise
 EMPTY = -1  # a word of a workspace where nothing stands yet: as fp32 a NaN that no arithmetic makes
 WORKSPACE_WORDS = MULTIPROCESSORS * 128 * 256
 MANY_STEPS = 1 << 10  # along K, more than products have

@@ -131,14 +131,14 @@ def test_gate_and_up_of_prompts(
     assert torch.equal(matmul.linear_silu_mul(x, weight), out)
 
 
-@pytest.mark.parametrize("rows", [1024, 1500, 8192])
+@pytest.mark.parametrize("rows", [512, 1500, 8192])
 def test_products_of_prompts_add_to_the_stream(rows: int) -> None:
     x, weight, residual = random_matrix(rows, 1024), random_weight(512, 1024), random_matrix(rows, 512)
     expected = residual.double() + x.double() @ weight.double().t()
     assert matmul.linear_onto(residual, x, weight)
     assert relative_error(residual, expected) < 4e-3
     before = residual.clone()
-    assert not matmul.linear_onto(residual[:1000], x[:1000], weight)  # rows of decode steps
+    assert not matmul.linear_onto(residual[:511], x[:511], weight)  # rows of decode steps
     assert not matmul.linear_onto(residual, x, weight.half())
     assert torch.equal(residual, before)
 
