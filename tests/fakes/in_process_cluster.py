@@ -37,6 +37,7 @@ from tandem.node.process import NodeProcess
 from tandem.prefill_node.main import make_logic as make_prefill
 
 BLOCK = 16
+SEND_S = PATIENCE_S  # for which a message waits for room: nothing makes any once its node has ended
 # What tests wait for comes soon; nobody is given up for being slow on a busy machine.
 FAST = Timeouts(heartbeat_s=0.1, peer_lost_s=PATIENCE_S, connect_s=20.0, resend_s=0.2, drain_s=PATIENCE_S, pull_s=20.0)
 
@@ -194,6 +195,7 @@ class Client:
             socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.IDENTITY, info.node_id.encode())
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDTIMEO, int(SEND_S * 1000))
             socket.setsockopt(zmq.RCVHWM, 0)  # nothing is lost while nobody polls
             socket.connect(node.control_address)
             self._sockets[node.node_id] = socket
@@ -203,6 +205,7 @@ class Client:
         self._heart.start()
 
     def send(self, node: NodeInfo, message: Message) -> None:
+        """Raises zmq.Again where the node has taken nothing for long."""
         with self._turn:
             self._sockets[node.node_id].send(codec.encode(message))
 
@@ -216,7 +219,8 @@ class Client:
         if time.monotonic() >= self._ping_at:
             self._ping_at = time.monotonic() + FAST.heartbeat_s / 2
             for socket in self._sockets.values():
-                socket.send(codec.encode(Ping(sequence=1)))
+                with suppress(zmq.Again):  # as many as find room are on their way to it
+                    socket.send(codec.encode(Ping(sequence=1)), zmq.NOBLOCK)
 
     def submit(
         self,
