@@ -3,15 +3,17 @@
     python tests/gpu/run.py               all tests (`make test-gpu`)
     python tests/gpu/run.py --several     those alone that use several GPUs, as many as there are
 
-Further arguments go to pytest. Tests of kernels and those of nodes run at the same time, each process on another of the
-GPUs first; those marked `alone` measure the GPU's memory and come last, one after the other. GPU_SUITE_COMMIT names the
-commit where there is no history, GPU_SUITE_S how many seconds each of the two parts may take.
+Further arguments go to pytest, and the record names them: `-k WORD`, or files of this folder, which are run in its
+place. Tests of kernels and those of nodes run at the same time, each process on another of the GPUs first; those marked
+`alone` measure the GPU's memory and come last, one after the other. GPU_SUITE_COMMIT names the commit where there is no
+history, GPU_SUITE_S how many seconds each of the two parts may take.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -90,8 +92,9 @@ class Phase:
             raise FileNotFoundError("no pytest: install the project with its extra `test`")
         self.report = folder / f"{self.marks.replace(' ', '_')}.xml"
         limits = ("--timeout", TEST_LIMIT_S, "--timeout-method", "thread", f"--junitxml={self.report}")
+        places = [] if any(map(is_place, arguments)) else [str(HERE)]
         self._process = subprocess.Popen(
-            [pytest, str(HERE), "-v", "-m", self.marks, *self.how, *limits, *arguments],
+            [pytest, *places, "-v", "-m", self.marks, *self.how, *limits, *arguments],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": THREADS},
         )
@@ -145,12 +148,26 @@ def main(arguments: list[str]) -> int:
                     outcome.add(phase.report)
     outcome.failed += unfinished
     took = time.monotonic() - begin
-    machine = f"{len(devices)} × {devices[0]}, {'tests of several GPUs' if several else 'all tests'}"
+    machine = f"{len(devices)} × {devices[0]}, {what_ran(arguments, several)}"
     write_section(machine, section(outcome, took))
     for seconds, name in sorted(outcome.slowest, reverse=True)[:15]:
         print(f"{seconds:7.1f} s {name}")
     print(*outcome.failed, f"{machine}: {outcome.line} in {took:.0f} s", sep="\n")
     return 1 if outcome.failed or not outcome.counts["passed"] else 0
+
+
+def what_ran(arguments: list[str], several: bool) -> str:
+    """The list of tests, as a title has it: all of them only where pytest got no arguments, which may select."""
+    if not arguments:
+        return "tests of several GPUs" if several else "all tests"
+    call = " ".join(f"pytest {shlex.join(arguments)}".split())  # a title is one line
+    return f"tests {'of several GPUs ' if several else ''}by `{call}`"
+
+
+def is_place(argument: str) -> bool:
+    """Whether it names some of the suite: a folder, a file or a test."""
+    path = (ROOT / argument.partition("::")[0]).resolve()
+    return path.is_relative_to(HERE.resolve()) and path.exists()
 
 
 def device_names() -> list[str]:
