@@ -30,8 +30,8 @@ from tandem.kernels.experts.plans import (
 )
 from tandem.kernels.experts.routing import route
 from tandem.kernels.experts.stacked import MX_GROUP, empty_stacked, stacked_mxfp4
+from tandem.kernels.products.fused_ops import quantise_rows
 from tandem.kernels.products.matmul import linear
-from tandem.kernels.products.quantised import quantise_rows
 from tandem.kernels.reference import experts as twins
 
 SHAPES = {

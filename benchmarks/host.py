@@ -38,7 +38,7 @@ from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Status,
 from tandem.engine.contracts.wire.parts import Message, NodeInfo
 from tandem.engine.contracts.wire.requests import Submit, TokenDelta, Tokens
 from tandem.engine.running.batch_state import BatchState
-from tandem.engine.running.graphs.decode_graphs import DecodeBatch
+from tandem.engine.running.graphs.decode_batch import DecodeBatch
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.ports import NoTiers

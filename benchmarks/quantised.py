@@ -21,8 +21,8 @@ import torch
 from product_steps import PRODUCTS, measure_limits, random_matrix, replay_ms
 from torch.nn import functional
 
-from tandem.kernels.products import quantised
-from tandem.kernels.products.fused_ops import silu_mul
+from tandem.kernels.products import quantised, quantised_plans
+from tandem.kernels.products.fused_ops import quantise_rows, silu_mul
 from tandem.kernels.products.matmul_plans import (
     MANY_STEPS,
     MULTIPROCESSORS,
@@ -35,7 +35,7 @@ from tandem.kernels.products.matmul_plans import (
 from tandem.kernels.products.quantised_plans import Int4RingPlan, Int4RowPlan, QuantisedPlan, choose_plan
 from tandem.kernels.products.quantised_weight import FP8, QuantisedWeight, quantise_fp8, quantise_int4
 
-AnyPlan = quantised.AnyPlan | None  # None: whatever `linear` takes
+AnyPlan = quantised_plans.AnyPlan | None  # None: whatever `linear` takes
 GROUPS = {"fp8": 0, "fp8 blocks": 128, "int4": 128}
 NAMES = ("qkv", "o", "gate_up", "down")
 GATED = "gate_up"
@@ -172,7 +172,7 @@ def error_of(out: torch.Tensor, expected: torch.Tensor) -> float:
 def expected_of(kind: str, x: torch.Tensor, weight: QuantisedWeight, gated: bool) -> torch.Tensor:
     """The product of what is multiplied: over fp8 of more rows than one that are e4m3, too."""
     rounds = kind != "int4" and len(x) > 1
-    values, scales = quantised.quantise_rows(x) if rounds else (x, torch.ones((), device=x.device))
+    values, scales = quantise_rows(x) if rounds else (x, torch.ones((), device=x.device))
     product = functional.linear(values.float() * scales, weight.dequantised(torch.float32))
     return silu_mul(product, 8) if gated else product
 
@@ -235,7 +235,7 @@ def decode_steps(kinds: list[str], ladder: list[int], sweep: str) -> None:
 def rounding(rows: int) -> None:
     for inputs in (4096, 14336):
         x = random_matrix(rows, inputs)
-        us = replay_ms(lambda x=x: [quantised.quantise_rows(x) for _ in range(16)], 3) * 1e3 / 16
+        us = replay_ms(lambda x=x: [quantise_rows(x) for _ in range(16)], 3) * 1e3 / 16
         print(f"{rows} rows of {inputs} rounded: {us:.1f} us", flush=True)
 
 
@@ -246,7 +246,7 @@ def prompts(rows: int) -> None:
     plain = {name: random_matrix(*PRODUCTS[name][:2]) for name in NAMES}
     made = {name: quantise_fp8(plain[name]) for name in NAMES}
     small = {name: weight_of("int4", *PRODUCTS[name][:2]) for name in NAMES}
-    rounded = {name: quantised.quantise_rows(x) for name, x in xs.items()}
+    rounded = {name: quantise_rows(x) for name, x in xs.items()}
     one = torch.ones((), device="cuda")
 
     def scaled_mm(name: str, is_fast: bool, a_scale: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:

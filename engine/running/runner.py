@@ -23,6 +23,7 @@ from tandem.engine.running.eager_steps import EagerSteps
 from tandem.engine.running.encoder_spans import EncoderSpans, SpanPart
 from tandem.engine.running.expert_balance import make_expert_balance
 from tandem.engine.running.faults import StepFaults
+from tandem.engine.running.graphs.decode_batch import DecodeBatch
 from tandem.engine.running.graphs.decode_graphs import REPLAYED_TOKENS, DecodeGraphs, rows_needed
 from tandem.engine.running.graphs.prompt_graphs import ROWS_BESIDE, DividedModel, PromptGraphs, captured_attention
 from tandem.engine.running.heads.features import HeadFeatures
@@ -319,11 +320,11 @@ class ModelRunner:
 
     def new_graphs(self) -> DecodeGraphs:
         """Graphs for this runner's steps, not yet captured."""
-        has_adapters = self._adapters is not None
         rows, length = self.max_graph_rows, self.max_model_len
         shift_S = None if self._media is None else self._media.shift_S
-        parts = self.sharing, shift_S, has_adapters, self.spans, self.features, self._table_of
-        return DecodeGraphs(self.model, self.state, rows, length, *parts, self.model.expert_group)
+        parts = shift_S, self.spans, self.features, self._table_of
+        batch = DecodeBatch(self.model, self.state, rows, length, *parts)
+        return DecodeGraphs(batch, self.sharing, self._adapters is not None, self.model.expert_group)
 
     @property
     def max_decode_rows(self) -> int:

@@ -13,7 +13,7 @@ from tandem.engine.parallel.expert_group import ExpertGroup
 from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.encoder_spans import Encoder
-from tandem.engine.running.graphs.decode_graphs import DecoderLike
+from tandem.engine.running.graphs.decode_batch import DecoderLike
 from tandem.engine.scheduling.step import SchedulerOutput
 from tandem.kernels.api.attention import Attention
 from tandem.kernels.products.rotary_attention import WantedTokens

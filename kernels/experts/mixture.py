@@ -16,8 +16,7 @@ from torch.nn import functional
 from tandem.kernels.experts.plans import NOT_HERE, Clamp, MixturePlan, MixtureSizes, choose_plan, every_plan, few_plan
 from tandem.kernels.experts.stacked import StackedWeight, empty_stacked, stacked_mxfp4
 from tandem.kernels.products import product_trials
-from tandem.kernels.products.fused_ops import is_fused
-from tandem.kernels.products.quantised import quantise_rows
+from tandem.kernels.products.fused_ops import is_fused, quantise_rows
 from tandem.kernels.reference import experts as twins
 
 TRIAL_EXPERTS = 3  # a guess

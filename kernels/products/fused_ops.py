@@ -2,7 +2,7 @@
 
 Elsewhere the same is computed step by step in PyTorch: the eager twins below, which are also what tests compare with.
 Legend: T tokens, E hidden size, G = 2F gate and up, H query heads, K KV heads, D head size, C = (H + 2K) * D,
-P positions, R rows, V vocabulary.
+P positions, R rows, V vocabulary; in 8 bits M rows, K inputs of a product.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from tandem.kernels.products.adapter_rows import UnaddedProduct
+from tandem.kernels.products.quantised_weight import FP8, FP8_MAX
 
 
 @cache
@@ -98,6 +99,19 @@ def silu_mul(gate_up_TG: torch.Tensor, group: int = 0) -> torch.Tensor:
     turns = gate_up_TG.view(gate_up_TG.shape[0], gate_up_TG.shape[1] // (2 * group), 2, group)
     gate, up = turns.unbind(2)
     return (functional.silu(gate) * up).flatten(1)
+
+
+# --- activations in 8 bits ---------------------------------------------------------------------------------------
+
+
+def quantise_rows(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 [M, K] and fp32 [M, 1]: each row divided by its scale, so that its largest number is the format's."""
+    if is_fused(x_MK):
+        from tandem.kernels.triton_kernels.products.quantise_rows import quantise_rows_triton
+
+        return quantise_rows_triton(x_MK)
+    scale = (x_MK.abs().amax(1, keepdim=True).float() / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    return (x_MK.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
 # --- rotary embedding and cache write ---------------------------------------------------------------------------

@@ -18,23 +18,23 @@ import torch
 from torch.nn import functional
 
 from tandem.kernels.products import product_trials
-from tandem.kernels.products.fused_ops import is_fused, rms_norm, silu_mul
+from tandem.kernels.products.fused_ops import is_fused, quantise_rows, rms_norm, silu_mul
 from tandem.kernels.products.matmul_device import is_hopper, shared_bytes_of, workspace_of
-from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, Plan, RowsPlan, StreamPlan
+from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, RowsPlan, StreamPlan
 from tandem.kernels.products.quantised_plans import (
     MOST_TILES,
+    AnyPlan,
     Int4RingPlan,
     Int4RowPlan,
     QuantisedPlan,
     choose_hopper_plan,
     choose_plan,
+    takes_rounded,
 )
-from tandem.kernels.products.quantised_weight import FP8, FP8_MAX, QuantisedWeight, quantise_fp8, quantise_int4
+from tandem.kernels.products.quantised_weight import QuantisedWeight, quantise_fp8, quantise_int4
 
 PREFERRED_SCALED_ROWS = 129  # from here torch's fp8 products come before the kernel, whose tiles are 128; a guess
 LEAST_SCALED_ROWS = 17  # below, torch's fp8 products need padding; and few rows are the kernel's
-
-AnyPlan = QuantisedPlan | Int4RowPlan | Int4RingPlan | Plan
 
 
 class RoundedRows(NamedTuple):
@@ -75,7 +75,7 @@ def linear(
 def rounds(x_MK: torch.Tensor, weight: QuantisedWeight) -> bool:
     """Whether `linear` rounds x to e4m3, so that a norm before it may."""
     plan = _plan(x_MK, weight, silu=False)
-    takes = _takes_scaled(x_MK, weight) if plan is None else _takes_rounded(plan)
+    takes = _takes_scaled(x_MK, weight) if plan is None else takes_rounded(plan)
     return takes and _norms_round_right(x_MK.dtype, x_MK.device)
 
 
@@ -121,7 +121,7 @@ def scaled_linear(
     x_MK: torch.Tensor | RoundedRows, weight: QuantisedWeight, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x @ weight^T + bias with x in e4m3, too, each row by a scale of its own, by the tensor cores' fp8 products."""
-    values, scales = quantise_rows(x_MK)
+    values, scales = _rounded(x_MK)
     scale_N = weight.scales if weight.scales.is_contiguous() else weight.scales.contiguous()
     out: torch.Tensor = torch._scaled_mm(
         values, weight.values.t(), scale_a=scales, scale_b=scale_N, bias=bias_N, out_dtype=x_MK.dtype,
@@ -130,16 +130,8 @@ def scaled_linear(
     return out
 
 
-def quantise_rows(x_MK: torch.Tensor | RoundedRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 [M, K] and fp32 [M, 1]: each row divided by its scale, so that its largest number is the format's."""
-    if isinstance(x_MK, RoundedRows):
-        return x_MK.values, x_MK.scales
-    if is_fused(x_MK):
-        from tandem.kernels.triton_kernels.products.quantise_rows import quantise_rows_triton
-
-        return quantise_rows_triton(x_MK)
-    scale = (x_MK.abs().amax(1, keepdim=True).float() / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-    return (x_MK.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+def _rounded(x_MK: torch.Tensor | RoundedRows) -> tuple[torch.Tensor, torch.Tensor]:
+    return (x_MK.values, x_MK.scales) if isinstance(x_MK, RoundedRows) else quantise_rows(x_MK)
 
 
 @functools.cache
@@ -200,12 +192,6 @@ def _chosen(
     return None
 
 
-def _takes_rounded(plan: AnyPlan) -> bool:
-    return (
-        plan.rounded if isinstance(plan, QuantisedPlan) else not isinstance(plan, RowsPlan | Int4RowPlan | Int4RingPlan)
-    )
-
-
 @functools.cache
 def _is_right(
     plan: AnyPlan,
@@ -223,17 +209,10 @@ def _is_right(
     rows = tile_m + 1 if isinstance(plan, Int4RingPlan) and plan.splits > 1 else max(1, tile_m - 1)
     x = product_trials.random_matrix(rows, num_inputs, dtype, device, 1)
     plain = product_trials.random_matrix(4 * plan.tile_n, num_inputs, torch.float32, device, 2)
-    if bits == 4:
-        weight = quantise_int4(plain, group, scale_dtype)
-    elif group:
-        parts = [quantise_fp8(part) for part in plain.split(group, 1)]
-        values = torch.cat([part.values.view(torch.uint8) for part in parts], 1).view(FP8)
-        weight = QuantisedWeight(values, torch.cat([part.scales for part in parts]), None, group)
-    else:
-        weight = quantise_fp8(plain)
+    weight = quantise_int4(plain, group, scale_dtype) if bits == 4 else quantise_fp8(plain, group)
 
     def expected() -> torch.Tensor:
-        values, scales = quantise_rows(x) if _takes_rounded(plan) else (x, 1)
+        values, scales = quantise_rows(x) if takes_rounded(plan) else (x, 1)
         product = functional.linear(values.float() * scales, weight.dequantised(torch.float32))
         return silu_mul(product, GATE_UP_GROUP) if silu else product
 
@@ -253,8 +232,8 @@ def _by_plan(
 
     num_outputs, device = weight.shape[0] // (2 if silu else 1), weight.values.device
     out = torch.empty((x_MK.shape[0], num_outputs), dtype=x_MK.dtype, device=device)
-    if _takes_rounded(plan):
-        x, x_scales = quantise_rows(x_MK)
+    if takes_rounded(plan):
+        x, x_scales = _rounded(x_MK)
     else:
         x, x_scales = x_MK.whole() if isinstance(x_MK, RoundedRows) else x_MK, None
     if isinstance(plan, QuantisedPlan):

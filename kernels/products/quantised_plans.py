@@ -126,6 +126,16 @@ class Int4RingPlan(NamedTuple):
         return fits and whole and self.splits <= num_inputs // INT4_TILE_K
 
 
+AnyPlan = QuantisedPlan | Int4RowPlan | Int4RingPlan | Plan
+
+
+def takes_rounded(plan: AnyPlan) -> bool:
+    """Whether its activations are e4m3."""
+    if isinstance(plan, QuantisedPlan):
+        return plan.rounded
+    return not isinstance(plan, RowsPlan | Int4RowPlan | Int4RingPlan)
+
+
 def choose_plan(
     num_rows: int, num_outputs: int, num_inputs: int, group: int, bits: int, *, may_round: bool = True
 ) -> QuantisedPlan | None:

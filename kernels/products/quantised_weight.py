@@ -108,8 +108,13 @@ def empty_int4(
     return QuantisedWeight(pairs, scales, zeros, group)
 
 
-def quantise_fp8(weight_NK: torch.Tensor) -> QuantisedWeight:
-    """The weight in e4m3, a scale an output: its largest number becomes the format's."""
+def quantise_fp8(weight_NK: torch.Tensor, group: int = 0) -> QuantisedWeight:
+    """The weight in e4m3, a scale an output, or for each group of its inputs: the largest number becomes the
+    format's."""
+    if group:
+        parts = [quantise_fp8(part_NK) for part_NK in weight_NK.split(group, 1)]
+        values = torch.cat([_as_bytes(part.values) for part in parts], 1).view(FP8)
+        return QuantisedWeight(values, torch.cat([part.scales for part in parts]), None, group)
     scale_N = (weight_NK.abs().amax(1).float() / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
     values = (weight_NK.float() / scale_N[:, None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
     return QuantisedWeight(values, scale_N[None, :])

@@ -18,6 +18,7 @@ from waiting import wait_until
 
 from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.running.graphs.decode_batch import DecodeBatch
 from tandem.engine.scheduling.step import ScheduledRow
 from tandem.kernels.api import selection
 from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedKV, PagedOps, Prefill
@@ -246,7 +247,8 @@ def test_a_graph_that_cannot_be_launched_is_run_kernel_by_kernel() -> None:
     folder, prompt = tiny_model("llama"), random_prompt(40, seed=2)
     node = Node(node_options("unified", folder, num_blocks=64))
     runner = node.process.runner
-    runner._graphs = graphs = FailingGraphs(runner.model, runner.state, runner.max_graph_rows, runner.max_model_len)
+    batch = DecodeBatch(runner.model, runner.state, runner.max_graph_rows, runner.max_model_len)
+    runner._graphs = graphs = FailingGraphs(batch)
     with client_of([node]) as client:
         result = client.submit("r", prompt, GREEDY, decode=node.info)
         client.wait(result)

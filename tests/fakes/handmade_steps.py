@@ -15,6 +15,7 @@ from tandem.engine.contracts.kv_layout import LayerPlace, places_of_layers
 from tandem.engine.contracts.model_config import ModelConfig, load_model_config
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.models.loader import load_model
+from tandem.engine.running.graphs.decode_batch import DecodeBatch
 from tandem.engine.running.graphs.decode_graphs import DecodeGraphs
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput, StepMeta
@@ -83,6 +84,11 @@ def make_runner(
     pool = torch.zeros(pool_shape(config, places, NUM_BLOCKS))
     options = SchedulerOptions(max_num_seqs=num_slots, max_num_batched_tokens=96, max_prefill_chunk=max_chunk)
     return ModelRunner(model, pool, options, BLOCK, MAX_LEN, (), connector, places=places)
+
+
+def direct_graphs(runner: ModelRunner, max_rows: int = 0) -> RunsDirectly:
+    """Graphs over the runner's slots, of `max_rows` or else as many rows as the runner's own."""
+    return RunsDirectly(DecodeBatch(runner.model, runner.state, max_rows or runner.max_graph_rows, MAX_LEN))
 
 
 def pool_shape(config: ModelConfig, places: Sequence[LayerPlace], num_blocks: int) -> tuple[int, ...]:

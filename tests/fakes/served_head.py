@@ -21,6 +21,7 @@ from tandem.engine.contracts.config import LoraOptions, NodeOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.device.kv_pool import allocate_pool
+from tandem.engine.running.graphs.decode_batch import DecodeBatch
 from tandem.engine.running.heads.guess_steps import HeadSteps
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.speculation.head_tokens import HeadRow
@@ -125,7 +126,8 @@ def check_fork(served: ServedHead, published: Published) -> None:
     """A prompt's second chunk as rows of one token, as graphs run it, longer than what is kept of a slot; then a
     sample that forks, of whom each guesses for itself, one fewer than the other, in blocks that come with the guess."""
     prompt = random_prompt(32, seed=5)
-    graphs = RunsDirectly(served.runner.model, served.runner.state, 32, 512, features=served.runner.features)
+    runner = served.runner
+    graphs = RunsDirectly(DecodeBatch(runner.model, runner.state, 32, 512, features=runner.features))
     served.run([ScheduledRow(1, 0, 20)], [], new_slots=(new_slot(1, prompt, BLOCKS[:2]),))
     rows = [ScheduledRow(1, position, 1) for position in [30, *range(20, 30)]]  # sampled rows come first
     with torch.inference_mode():

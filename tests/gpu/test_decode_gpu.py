@@ -16,6 +16,7 @@ from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
 from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.models.loader import load_model
+from tandem.engine.running.graphs.decode_batch import DecodeBatch
 from tandem.engine.running.graphs.decode_graphs import DecodeGraphs
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
@@ -289,9 +290,9 @@ def test_an_engine_step_shares_what_its_slots_have_in_common(monkeypatch: pytest
     runner = ModelRunner(model, pool, SchedulerOptions(16, 2048, share_prefixes=True), 16, 256, ())
     assert runner.sharing is not None
     runner.warmup()
-    plain = DecodeGraphs(model, runner.state, 16, 256)
+    plain = DecodeGraphs(DecodeBatch(model, runner.state, 16, 256))
     plain.capture()
-    shared = DecodeGraphs(model, runner.state, 16, 256, runner.sharing)
+    shared = DecodeGraphs(DecodeBatch(model, runner.state, 16, 256), runner.sharing)
     shared.capture()
     tokens = np.random.default_rng(0).integers(10, 2000, 150).astype(np.int32)
     start = {slot: start_slot(runner, slot, tokens, (*range(8), 8 + 2 * slot, 9 + 2 * slot)) for slot in range(6)}

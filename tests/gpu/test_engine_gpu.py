@@ -16,6 +16,7 @@ from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
 from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.models.loader import load_model
+from tandem.engine.running.graphs.decode_batch import DecodeBatch
 from tandem.engine.running.graphs.decode_graphs import DecodeGraphs
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
@@ -117,7 +118,7 @@ def test_a_replayed_graph_gives_the_logits_of_its_kernels_run_one_by_one(num_row
             ),
         )
     ).result()
-    graphs = DecodeGraphs(model, runner.state, 16, 256)
+    graphs = DecodeGraphs(DecodeBatch(model, runner.state, 16, 256))
     graphs.capture()
     for further in range(2):
         rows = [ScheduledRow(row, len(prompt) + further, 1) for row, prompt in enumerate(prompts)]

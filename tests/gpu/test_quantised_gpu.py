@@ -14,7 +14,7 @@ from torch.nn import functional
 from in_process_cluster import client_of, cuda_pair
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.kernels.products import quantised
-from tandem.kernels.products.fused_ops import add_rms_norm, silu_mul
+from tandem.kernels.products.fused_ops import add_rms_norm, quantise_rows, silu_mul
 from tandem.kernels.products.matmul_device import workspace_of
 from tandem.kernels.products.matmul_plans import RingPlan, RowsPlan, StreamPlan
 from tandem.kernels.products.quantised_plans import Int4RingPlan, Int4RowPlan
@@ -52,7 +52,7 @@ def test_few_rows_are_products_with_the_weights_made_whole(kind: str, outputs: i
         x = torch.randn(rows, inputs, device=CUDA).bfloat16()
         rounds = rows > 1 and kind != "int4 in groups"
         assert quantised.rounds(x, weight) == rounds
-        values, scales = quantised.quantise_rows(x) if rounds else (x, 1)
+        values, scales = quantise_rows(x) if rounds else (x, 1)
         product = functional.linear(values.float() * scales, whole)
         out = quantised.linear(x, weight)
         assert relative_error(out, product) < 5e-3
@@ -114,7 +114,7 @@ def test_many_rows_over_4_bits_go_by_tensor_cores(outputs: int, inputs: int, dty
 def test_hopper_products_take_e4m3(plan: StreamPlan | RingPlan, rows: int) -> None:
     weight, x = weight_of("fp8", 4096, 4096), torch.randn(rows, 4096, device=CUDA).bfloat16()
     assert plan.is_valid(rows, *weight.shape)
-    values, scales = quantised.quantise_rows(x)
+    values, scales = quantise_rows(x)
     product = functional.linear(values.float() * scales, weight.dequantised(torch.float32))
     assert relative_error(quantised.run_plan(plan, x, weight), product) < 5e-3
     assert relative_error(quantised.run_plan(plan, x, weight, silu=True), silu_mul(product, 8)) < 6e-3
@@ -129,7 +129,7 @@ def test_norms_round_what_they_give(rows: int) -> None:
     gain, weight = torch.randn(4096, device=CUDA).bfloat16(), weight_of("fp8", 6144, 4096)
     assert quantised.rounds(x, weight)
     after = residual.clone()
-    values, scales = quantised.quantise_rows(add_rms_norm(x, after, gain, 1e-5))
+    values, scales = quantise_rows(add_rms_norm(x, after, gain, 1e-5))
     rounded = quantised.rounded_rms_norm(x, residual, gain, 1e-5)
     assert torch.equal(residual, after)
     same = (rounded.scales == scales)[:, 0]
@@ -147,7 +147,7 @@ def test_prompts_over_fp8_lose_what_rounding_activations_loses() -> None:
     weight = weight_of("fp8", 6144, 4096)
     x = torch.randn(1000, 4096, device=CUDA).bfloat16()
     assert quantised._takes_scaled(x, weight), "fp8 products don't serve"
-    values, scales = quantised.quantise_rows(x)
+    values, scales = quantise_rows(x)
     rounded = functional.linear(values.float() * scales, weight.dequantised(torch.float32))
     assert relative_error(quantised.linear(x, weight), rounded) < 5e-3
     assert relative_error(rounded, functional.linear(x.float(), weight.dequantised(torch.float32))) < 0.04

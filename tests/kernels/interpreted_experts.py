@@ -9,7 +9,7 @@ from torch.nn import functional
 from tandem.kernels.experts.plans import Clamp, E2m1Plan, FewPlan, GroupedPlan, MixturePlan, Routing
 from tandem.kernels.experts.stacked import StackedWeight, empty_stacked, stacked_mxfp4
 from tandem.kernels.experts.tally import Tally
-from tandem.kernels.products.quantised import quantise_rows
+from tandem.kernels.products.fused_ops import quantise_rows
 from tandem.kernels.reference import experts as twins
 from tandem.kernels.triton_kernels.experts import sort
 from tandem.kernels.triton_kernels.experts.launch import launch

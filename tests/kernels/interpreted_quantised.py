@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tandem.kernels.products.fused_ops import rms_norm, silu_mul
-from tandem.kernels.products.quantised import quantise_rows
+from tandem.kernels.products.fused_ops import quantise_rows, rms_norm, silu_mul
 from tandem.kernels.products.quantised_plans import QuantisedPlan
 from tandem.kernels.products.quantised_weight import FP8, QuantisedWeight, quantise_fp8, quantise_int4
 from tandem.kernels.triton_kernels.products.fused import rms_norm_triton

@@ -13,7 +13,7 @@ from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
 from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.models.loader import load_model
-from tandem.engine.running.graphs.decode_graphs import DecodeBatch
+from tandem.engine.running.graphs.decode_batch import DecodeBatch
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
 from tandem.kernels.prefixes import prefix_groups

@@ -7,9 +7,18 @@ import itertools
 import pytest
 import torch
 
+from tandem.kernels.products.fused_ops import quantise_rows
 from tandem.kernels.products.matmul import group_gate_up, linear, linear_silu_mul
-from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, RowsPlan
-from tandem.kernels.products.quantised_plans import MOST_ROWS, Int4RowPlan, choose_hopper_plan, choose_plan
+from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, RingPlan, RowsPlan, StreamPlan
+from tandem.kernels.products.quantised_plans import (
+    MOST_ROWS,
+    Int4RingPlan,
+    Int4RowPlan,
+    QuantisedPlan,
+    choose_hopper_plan,
+    choose_plan,
+    takes_rounded,
+)
 from tandem.kernels.products.quantised_weight import FP8, QuantisedWeight, packed, quantise_fp8, quantise_int4, unpacked
 
 PLAIN = torch.randn(48, 256, generator=torch.Generator().manual_seed(1))
@@ -50,6 +59,30 @@ def test_numbers_come_back_out_of_their_bytes() -> None:
     assert (pairs.dtype, pairs.shape) == (torch.uint8, (5, 48))
     assert torch.equal(unpacked(pairs), stored)
     assert torch.equal(stored[:, [0, 16, 1, 17]] | stored[:, [8, 24, 9, 25]] << 4, pairs[:, :4])
+
+
+def test_groups_of_8_bits_are_quantised_each_alone() -> None:
+    """The last one has fewer inputs."""
+    made = quantise_fp8(PLAIN, 96)
+    assert (made.group, made.shape, made.scales.shape, made.values.dtype) == (96, (48, 256), (3, 48), FP8)
+    for start in range(0, 256, 96):
+        alone = quantise_fp8(PLAIN[:, start : start + 96]).dequantised(torch.float32)
+        assert torch.equal(made.dequantised(torch.float32)[:, start : start + 96], alone)
+
+
+def test_only_tensor_cores_of_8_bits_take_rounded_activations() -> None:
+    of_8_bits = QuantisedPlan(64, 16, 128, 1, 4, 6, rounded=True), RingPlan(64, 64, 128, 8, 1, 1), StreamPlan(*[64] * 6)
+    assert all(map(takes_rounded, of_8_bits))
+    others = of_8_bits[0]._replace(rounded=False), RowsPlan(4, 512, 1), Int4RowPlan(4, 8), Int4RingPlan(64, 64, 8)
+    assert not any(map(takes_rounded, others))
+
+
+def test_rows_are_rounded_by_their_largest_numbers() -> None:
+    x = torch.tensor([[0.5, -2.0, 1.0], [0.0, 0.0, 0.0]])
+    values, scales = quantise_rows(x)
+    assert (values.dtype, scales.shape) == (FP8, (2, 1))
+    assert values[0].tolist() == [112, -448, 224]
+    assert torch.equal(values.float() * scales, x)
 
 
 def test_rounding_errors_are_those_of_the_formats() -> None:

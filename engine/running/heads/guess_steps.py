@@ -18,7 +18,8 @@ import torch
 
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.running.batch_state import BatchState
-from tandem.engine.running.graphs.decode_graphs import ROW_MULTIPLE, graph_sizes, metadata_of_rows, without_garbage
+from tandem.engine.running.graphs.decode_batch import ROW_MULTIPLE, metadata_of_rows
+from tandem.engine.running.graphs.decode_graphs import graph_sizes, without_garbage
 from tandem.engine.running.heads.features import HeadFeatures
 from tandem.engine.running.sampler import SamplingBatch, sample
 from tandem.engine.running.step_result import to_host

@@ -9,7 +9,7 @@ import torch
 
 from tandem.kernels.experts.plans import Clamp, E2m1Plan, FewPlan, GroupedPlan, MixturePlan, inputs_of_a_scale
 from tandem.kernels.experts.stacked import StackedWeight
-from tandem.kernels.products.quantised import quantise_rows
+from tandem.kernels.products.fused_ops import quantise_rows
 from tandem.kernels.triton_kernels.common import cdiv, next_power_of_2, overlap
 from tandem.kernels.triton_kernels.experts.few import few_down_kernel, few_gate_up_kernel
 from tandem.kernels.triton_kernels.experts.few_e2m1 import few_e2m1_down_kernel, few_e2m1_gate_up_kernel

@@ -41,7 +41,7 @@ def quantise_rows_kernel(
 
 
 def quantise_rows_triton(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 [M, K] and fp32 [M, 1]. Eager twin: products/quantised.py."""
+    """e4m3 [M, K] and fp32 [M, 1]. Eager twin: products/fused_ops.py."""
     num_rows, size = x_MK.shape
     x_MK = x_MK if x_MK.stride(1) == 1 and x_MK.stride(0) % 8 == 0 else x_MK.contiguous()
     assert size % 8 == 0, f"rows of {size} numbers"

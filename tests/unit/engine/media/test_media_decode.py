@@ -11,7 +11,7 @@ from tiny_media import check_media_greedy, media_prompt
 from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
 from tandem.engine.media.slots import MediaSlots
 from tandem.engine.models.choice import load_chosen, load_config
-from tandem.engine.running.graphs.decode_graphs import DecodeBatch
+from tandem.engine.running.graphs.decode_batch import DecodeBatch
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.step import SampleRow, ScheduledRow, SchedulerOutput
 from tiny_models import random_prompt

@@ -16,6 +16,7 @@ from tandem.engine.contracts.config import LoraOptions, ModelOptions, SchedulerO
 from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.models.loader import load_model
+from tandem.engine.running.graphs.decode_batch import DecodeBatch
 from tandem.engine.running.graphs.decode_graphs import DecodeGraphs
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.step_inputs import adapter_rows
@@ -52,7 +53,7 @@ def test_each_row_takes_its_own_adapter(kind: str, replayed: bool, tmp_path: Pat
     pool = torch.zeros(NUM_BLOCKS, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
     runner = ModelRunner(model, pool, SchedulerOptions(4, 96), BLOCK, MAX_LEN, (), adapters=adapters)
     runner.warmup()
-    graphs = RunsDirectly(model, runner.state, runner.max_graph_rows, MAX_LEN, None, with_adapters=True)
+    graphs = RunsDirectly(DecodeBatch(model, runner.state, runner.max_graph_rows, MAX_LEN), with_adapters=True)
     if replayed:
         runner._graphs = graphs
     refs = {slot: AdapterRef(str(folder), b"") for slot, folder in folders.items()}

@@ -14,6 +14,7 @@ from served_head import BLOCKS, ServedHead
 from tiny_hf_models import tiny_hf_model
 
 from in_process_cluster import node_options
+from tandem.engine.running.graphs.decode_batch import DecodeBatch
 from tandem.engine.scheduling.step import SampleRow, ScheduledRow
 from tiny_models import VOCAB, random_prompt, tiny_model
 
@@ -43,7 +44,8 @@ def served_beside(model: Path, head: Path, hybrid_kv: bool) -> ServedHead:
 def said_by(served: ServedHead) -> tuple[list[int], list[list[int]]]:
     """The tokens, and what was guessed on the way."""
     runner, prompt = served.runner, random_prompt(50, seed=4)
-    graphs = RunsDirectly(runner.model, runner.state, 32, 512, features=runner.features, table_of=runner._table_of)
+    parts = None, None, runner.features, runner._table_of
+    graphs = RunsDirectly(DecodeBatch(runner.model, runner.state, 32, 512, *parts))
     served.run([ScheduledRow(1, 0, 21)], [], new_slots=(new_slot(1, prompt, BLOCKS),))
     with torch.inference_mode():
         graphs.run([ScheduledRow(1, position, 1) for position in range(21, 40)])

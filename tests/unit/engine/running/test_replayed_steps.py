@@ -7,11 +7,11 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import torch
-from handmade_steps import BLOCK, MAX_LEN, RecordingConnector, RunsDirectly, make_runner, new_slot, prompt_step
+from handmade_steps import BLOCK, RecordingConnector, direct_graphs, make_runner, new_slot, prompt_step
 
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.running import drawing
-from tandem.engine.running.graphs.decode_graphs import MAX_CHUNK_READS, DecodeGraphs
+from tandem.engine.running.graphs.decode_graphs import MAX_CHUNK_READS
 from tandem.engine.scheduling.step import ForkSlot, SampleRow, ScheduledRow, SchedulerOutput, StepMeta
 from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.products import few_rows_attention
@@ -50,7 +50,7 @@ def test_chunks_as_rows_make_the_same_tokens(kind: str, sampling: SamplingParams
     tokens, pools = [], []
     for replayed in (False, True):
         runner = make_runner(tiny_model(kind))
-        graphs = RunsDirectly(runner.model, runner.state, runner.max_graph_rows, MAX_LEN)
+        graphs = direct_graphs(runner)
         if replayed:
             runner._graphs = graphs
         results = [runner.execute(step).result().token_ids.tolist() for step in steps(prompts, sampling)]
@@ -74,7 +74,7 @@ def test_a_replay_without_memory_is_computed_otherwise(
     tokens = []
     for fails in (False, True):
         runner = make_runner(tiny_model("llama"))
-        runner._graphs = graphs = RunsDirectly(runner.model, runner.state, runner.max_graph_rows, MAX_LEN)
+        runner._graphs = graphs = direct_graphs(runner)
         where = (graphs.batch, "store_most_likely") if sampling.greedy else (drawing, "to_host")
         where = (graphs, "run") if lacking == "replay" else where
         for step in steps(prompts, sampling):
@@ -102,7 +102,7 @@ def once_without_memory(owner: object, name: str) -> Callable[..., object]:
 
 def test_which_steps_are_replayed() -> None:
     runner = make_runner(tiny_model("llama"))
-    graphs = RunsDirectly(runner.model, runner.state, runner.max_graph_rows, MAX_LEN)
+    graphs = direct_graphs(runner)
     assert graphs.takes([ScheduledRow(0, 0, runner.max_graph_rows)])
     assert not graphs.takes([ScheduledRow(0, 0, runner.max_graph_rows), ScheduledRow(1, 9, 1)])
     assert graphs.takes([ScheduledRow(0, MAX_CHUNK_READS // 4, 2), ScheduledRow(1, 10**6, 1)])
@@ -118,7 +118,7 @@ def test_which_steps_are_replayed() -> None:
 def test_tokens_of_one_prompt_never_run_in_one_launch() -> None:
     """In the attention of few rows none sees what another stores."""
     runner = make_runner(tiny_model("llama"))
-    graphs = RunsDirectly(runner.model, runner.state, runner.max_graph_rows, MAX_LEN)
+    graphs = direct_graphs(runner)
     for num_tokens in range(2, MOST_ROWS + 1):
         chunk = [ScheduledRow(0, position, 1) for position in range(num_tokens)]
         decodes = [ScheduledRow(slot, 40, 1) for slot in range(num_tokens)]
@@ -127,7 +127,7 @@ def test_tokens_of_one_prompt_never_run_in_one_launch() -> None:
         assert graphs.graph_for([*chunk[:2], *decodes[1:]])[0] > MOST_ROWS
         least = next(size for size in graphs.sizes if size >= num_tokens)
         assert graphs.graph_for(decodes) == graphs.graph_for(padding) == (least, "plain")
-    small = RunsDirectly(runner.model, runner.state, MOST_ROWS, MAX_LEN)
+    small = direct_graphs(runner, MOST_ROWS)
     assert small.takes([ScheduledRow(slot, 40, 1) for slot in range(MOST_ROWS)])
     assert not small.takes([ScheduledRow(0, 0, 2)])
 
@@ -136,7 +136,7 @@ def test_few_tokens_of_one_prompt_have_graphs_of_their_own(monkeypatch: pytest.M
     """Where decodes of few rows attend in one launch."""
     monkeypatch.setattr(few_rows_attention, "has_kernel", lambda device: True)
     runner = make_runner(tiny_model("llama"))
-    graphs = DecodeGraphs(runner.model, runner.state, MOST_ROWS, MAX_LEN)
+    graphs = direct_graphs(runner, MOST_ROWS)
     assert graphs.num_graphs == len(graphs.sizes) + len(graphs.sizes_of["following"])
     for num_tokens in range(2, MOST_ROWS + 1):
         chunk = [ScheduledRow(0, position, 1) for position in range(num_tokens)]
@@ -148,13 +148,13 @@ def test_few_tokens_of_one_prompt_have_graphs_of_their_own(monkeypatch: pytest.M
         assert graphs.graph_for(decodes) == (least, "plain")
     many = [ScheduledRow(0, position, 1) for position in range(MOST_ROWS + 1)]
     assert not graphs.takes(many)
-    assert DecodeGraphs(runner.model, runner.state, 2 * MOST_ROWS, MAX_LEN).graph_for(many) == (16, "plain")
+    assert direct_graphs(runner, 2 * MOST_ROWS).graph_for(many) == (16, "plain")
 
 
 def test_a_steps_words_may_be_filled_anywhere() -> None:
     """Also those of a size that came first in a pass without gradients."""
     runner = make_runner(tiny_model("llama"))
-    batch, row = DecodeGraphs(runner.model, runner.state, MOST_ROWS, MAX_LEN).batch, ScheduledRow(1, 5, 1)
+    batch, row = direct_graphs(runner, MOST_ROWS).batch, ScheduledRow(1, 5, 1)
     with torch.inference_mode():
         batch.fill([row], 4)
     for size in (4, 3):
@@ -169,7 +169,7 @@ def test_attention_is_told_of_rows_that_follow() -> None:
     drafts = [ScheduledRow(0, 9 + place, 1) for place in range(3)]
     assert runner._inputs.build(drafts).metadata.rows_follow
     assert not runner._inputs.build([drafts[0], ScheduledRow(1, 9, 1)]).metadata.rows_follow
-    batch, seen = RunsDirectly(runner.model, runner.state, MOST_ROWS, MAX_LEN).batch, []
+    batch, seen = direct_graphs(runner, MOST_ROWS).batch, []
     for follows in (False, True):
         batch.fill(drafts, 4)
         handle = runner.model.register_forward_pre_hook(
@@ -184,7 +184,7 @@ def test_attention_is_told_of_rows_that_follow() -> None:
 def test_a_step_whose_pushes_come_behind_it_is_replayed_between_its_hooks() -> None:
     diary = RecordingConnector()
     runner = make_runner(tiny_model("llama"), connector=diary)
-    runner._graphs = graphs = RunsDirectly(runner.model, runner.state, runner.max_graph_rows, MAX_LEN)
+    runner._graphs = graphs = direct_graphs(runner)
     (first, *_), behind = steps({0: random_prompt(33, seed=2), 2: random_prompt(5, seed=1)}, SamplingParams()), []
     for by_layer in (False, True):
         diary.calls.clear()
@@ -196,7 +196,7 @@ def test_a_step_whose_pushes_come_behind_it_is_replayed_between_its_hooks() -> N
 
 def test_dummy_steps_write_nothing() -> None:
     runner = make_runner(tiny_model("llama"))
-    runner._graphs = graphs = RunsDirectly(runner.model, runner.state, runner.max_graph_rows, MAX_LEN)
+    runner._graphs = graphs = direct_graphs(runner)
     runner.pool.fill_(7.0)
     runner.run_dummy([ScheduledRow(0, 0, 1), ScheduledRow(0, 0, 9)])
     assert graphs.num_runs == 1

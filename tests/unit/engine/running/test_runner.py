@@ -13,7 +13,8 @@ from handmade_steps import BLOCK, MAX_LEN, RecordingConnector, decode_step, make
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.models import mixture_layer
 from tandem.engine.running.at_start.warm_up import extreme_steps
-from tandem.engine.running.graphs.decode_graphs import DecodeBatch, graph_sizes
+from tandem.engine.running.graphs.decode_batch import DecodeBatch
+from tandem.engine.running.graphs.decode_graphs import graph_sizes
 from tandem.engine.scheduling.step import (
     BlockAppend,
     BlockCopy,
