@@ -163,6 +163,12 @@ def prompt_slices(num_rows: int, num_outputs: int) -> list[slice]:
     return slices if num_rows >= LEAST_PROMPT_ROWS and is_worth else []
 
 
+def without_whole_tiles(num_rows: int) -> int:
+    """The most rows, up to so many, that end in half a tile, so that `prompt_slices` has none for them."""
+    tile = PROMPT_PLAN.tile_m
+    return num_rows if num_rows < LEAST_PROMPT_ROWS else (num_rows - tile // 2) // tile * tile + tile // 2
+
+
 def is_measured(table: Table, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
     """Whether the table says what serves this product, be it torch."""
     steps = table.get((num_outputs, num_inputs), ())

@@ -18,6 +18,7 @@ from tandem.kernels.products.matmul_plans import (
     is_measured,
     parse_table,
     prompt_slices,
+    without_whole_tiles,
 )
 
 TUNED = sorted((Path(matmul.__file__).parent / "tuned").glob("matmul_*.json"))
@@ -120,6 +121,13 @@ def test_gate_and_up_of_prompts_where_all_multiprocessors_work(
     slices = prompt_slices(num_rows, num_outputs)
     assert [each.stop - each.start for each in slices] == lengths
     assert [each.start for each in slices] == [sum(lengths[:i]) for i in range(len(lengths))]
+
+
+@pytest.mark.parametrize("num_rows", [1, 1023, 1024, 1151, 1152, 2048, 8000, 16384])
+def test_as_many_rows_as_no_slices_serve(num_rows: int) -> None:
+    most = without_whole_tiles(num_rows)
+    assert num_rows - 256 < most <= num_rows
+    assert not any(prompt_slices(most, num_outputs) for num_outputs in (2048, 16896, 28672))
 
 
 @pytest.mark.parametrize("file", TUNED, ids=lambda file: file.stem)

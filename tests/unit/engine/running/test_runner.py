@@ -27,6 +27,7 @@ from tandem.engine.scheduling.step import (
 )
 from tandem.kernels.products import few_rows
 from tandem.kernels.products.matmul import linear, linear_silu_mul
+from tandem.kernels.products.matmul_plans import prompt_slices
 from tandem.kernels.reference import few_rows as twins
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
@@ -158,6 +159,18 @@ def test_warm_up_has_every_number_of_wanted_tokens_that_has_a_kernel() -> None:
     assert [len(rows) for rows in steps] == [*plain, 2, 4, 8, 16, 32, 1, 1, 1]
     assert [rows[0].num_tokens for rows in steps[-3:]] == [64, 128, 256], "as many tokens as are never decodes"
     assert max(rows[0].num_tokens for rows in extreme_steps(100, 100, 512, 48, every_size=True)) == 100
+
+
+@pytest.mark.parametrize("max_chunk", [8192, 2048, 1000])
+def test_warm_up_has_a_large_step_that_is_not_of_whole_tiles(max_chunk: int) -> None:
+    """Products of whole tiles end in SiLU and keep nothing between, so others need the most memory."""
+    full, _, beside, *_ = extreme_steps(8192, max_chunk, 100000, 256)
+    num_full, num_beside = (sum(row.num_tokens for row in rows) for rows in (full, beside))
+    assert (num_full, num_beside) == (8192, 8064)
+    for num_outputs in range(16, 1 << 16, 16):
+        assert not prompt_slices(num_beside, num_outputs)
+    assert prompt_slices(num_full, 28672)
+    assert max(row.num_tokens for row in beside) <= max_chunk
 
 
 @pytest.mark.parametrize(("max_num_tokens", "max_chunk"), [(1, 1), (4, 1)])
