@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,14 @@ from tandem.engine.contracts.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PICKLED = "pytorch_model*.bin"
+# Loads numbers alone, and copies tensors that share memory, which safetensors doesn't store.
+_CONVERT = (
+    'python -c "import sys, pathlib, torch; from safetensors.torch import save_file; '
+    "folder = pathlib.Path(sys.argv[1]); "
+    f"save_file({{name: each.clone() for file in folder.glob('{PICKLED}') for name, each in torch.load(file, "
+    f"map_location='cpu', weights_only=True).items()}}, folder / '{SINGLE_FILE}')\""
+)
 MAX_HEADER_BYTES = 100 << 20  # about the safetensors library's own limit
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I32": 4, "I64": 8}
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -53,7 +62,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [single]
     index = folder / INDEX_FILE
     if not index.exists():
-        raise CheckpointError(f"{_what_is_missing(folder)}, or serve it with --load-format dummy")
+        raise CheckpointError(_what_is_missing(folder))
     shards = sorted(set(_weight_map(index).values()))
     for shard in shards:
         if not (folder / shard).exists():
@@ -181,9 +190,17 @@ def _weight_map(index: Path) -> dict[str, str]:
     return names
 
 
+def how_to_convert(folder: Path) -> str:
+    """What a person does about a folder whose weights are pickled. The command runs no code that the files bring."""
+    return f"convert them, with the memory that they take, by\n{_CONVERT} {shlex.quote(str(folder))}"
+
+
 def _what_is_missing(folder: Path) -> str:
+    dummy = "or serve it with --load-format dummy"
     if any(folder.glob("*.safetensors")):
-        return f"{folder / INDEX_FILE} does not exist, but the folder holds shards: fetch the index"
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
-        return f"{folder / SINGLE_FILE} does not exist, only weights in pickle format: convert them to safetensors"
-    return f"{folder / SINGLE_FILE} does not exist, nor does {INDEX_FILE}: fetch the weights"
+        return f"{folder / INDEX_FILE} does not exist, but the folder holds shards: fetch the index, {dummy}"
+    if any(folder.glob(PICKLED)):
+        return f"{folder} has its weights in pickle format, which is never read: {how_to_convert(folder)}"
+    if any(folder.glob("*.pth")):
+        return f"{folder} has its weights in Meta's format alone: fetch those for transformers, {dummy}"
+    return f"{folder / SINGLE_FILE} does not exist, nor does {INDEX_FILE}: fetch the weights, {dummy}"

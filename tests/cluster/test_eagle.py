@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from eagle_heads import DEMO, TINY_HEAD, knowing_head, random_head, walking_model
 from quantised_checkpoints import mxfp4_folders
 from served_head import (
@@ -190,9 +194,23 @@ def test_a_model_that_sees_pictures_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_head_as_pickles_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    (random_head(tmp_path) / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"convert a head that is published as pytorch_model\.bin"):
-        load(node_options("unified", DEMO, speculative_config=headed(tmp_path)))
+    from safetensors.torch import load_file
+
+    head = random_head(tmp_path / "a head")
+    options = node_options("unified", DEMO, speculative_config=headed(head))
+    shared = load_file(head / "model.safetensors")
+    unread = {"t2d": torch.ones(8, dtype=torch.bool), "embed_tokens.weight": shared["fc.weight"]}
+    torch.save({**shared, **unread}, head / "pytorch_model.bin")
+    (head / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="pickle format, which is never read") as refused:
+        load(options)
+    command = shlex.split(str(refused.value).splitlines()[-1])
+    subprocess.run([sys.executable, *command[1:]], check=True, timeout=120)
+    assert load(options).draft is not None
+    (head / "pytorch_model.bin").unlink()
+    (head / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"hf download NAME --local-dir DIR`, give DIR, and convert them"):
+        load(options)
 
 
 def test_a_torn_or_foreign_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.models.dummy_weights import fill_with_noise
 from tandem.engine.models.heads.eagle3 import EagleHead
 from tandem.engine.models.quantised_layers import part_rows
-from tandem.engine.models.weights import PLAIN_DTYPES, StoredTensor, stored_tensors
+from tandem.engine.models.weights import PICKLED, PLAIN_DTYPES, StoredTensor, how_to_convert, stored_tensors
 from tandem.engine.parallel.sharding import Cut
 
 # Whose names stand at the top of a checkpoint; all others are the layer's.
@@ -35,9 +35,11 @@ def fill_head(head: EagleHead, whole: EagleHead, folder: Path, load_format: str)
 
 def _fill(head: EagleHead, whole: EagleHead, folder: Path) -> None:
     if not any(folder.glob("*.safetensors")):
+        if any(folder.glob(PICKLED)):
+            raise CheckpointError(f"{folder} is in pickle format, which is never read: {how_to_convert(folder)}")
         raise CheckpointError(
-            f"{folder} has no safetensors: convert a head that is published as pytorch_model.bin (torch.load, then "
-            "safetensors' save_file as model.safetensors) and give that folder"
+            f"{folder} has no safetensors. Of a head that is published as pytorch_model.bin fetch that by `hf download "
+            f"NAME --local-dir DIR`, give DIR, and {how_to_convert(Path('DIR'))}"
         )
     targets = _targets(head)
     stored = {_plain(name): (name, one) for name, one in stored_tensors(folder).items()}

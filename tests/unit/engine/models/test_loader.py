@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -180,9 +183,26 @@ def test_a_folder_without_safetensors_says_what_to_do(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors does not exist, nor does .*fetch the weights"):
         load(folder)
-    (folder / "pytorch_model.bin").touch()
-    with pytest.raises(CheckpointError, match="convert them to safetensors"):
+    (folder / "consolidated.00.pth").touch()
+    with pytest.raises(CheckpointError, match="fetch those for transformers"):
         load(folder)
+    (folder / "pytorch_model-00001-of-00002.bin").touch()
+    with pytest.raises(CheckpointError, match="in pickle format, which is never read: convert them"):
+        load(folder)
+
+
+def test_the_command_that_is_named_converts_a_pickled_model(tmp_path: Path) -> None:
+    folder = copy_of("llama", tmp_path)
+    before = load(folder).state_dict()
+    tensors = list(load_file(folder / "model.safetensors").items())
+    torch.save(dict(tensors[::2]), folder / "pytorch_model-00001-of-00002.bin")
+    torch.save(dict(tensors[1::2]), folder / "pytorch_model-00002-of-00002.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError) as refused:
+        load(folder)
+    subprocess.run([sys.executable, *shlex.split(str(refused.value).splitlines()[-1])[1:]], check=True, timeout=120)
+    after = load(folder).state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_dummy_weights_need_no_file_and_are_the_same_each_time(tmp_path: Path) -> None:
