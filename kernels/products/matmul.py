@@ -82,16 +82,13 @@ def linear_silu_mul(
     if isinstance(grouped_GK, QuantisedWeight):
         return _into(out_MI, quantised.linear(x_MK, grouped_GK, silu=True))
     assert isinstance(x_MK, torch.Tensor)
-    if _has_many_rows(x_MK, grouped_GK, LEAST_PROMPT_ROWS) and _is_right(
-        PROMPT_PLAN, grouped_GK.shape[1], x_MK.dtype, x_MK.device, silu=True
-    ):
-        slices = prompt_slices(*x_MK.shape[:1], *grouped_GK.shape[:1])
-        if slices and _is_aligned(x_MK, grouped_GK, out_MI):
-            return _in_slices(slices, x_MK, grouped_GK, out_MI)
     plan = _plan(x_MK, grouped_GK, silu=True)
-    if plan is None or not _is_aligned(x_MK, grouped_GK, out_MI) or grouped_GK.shape[0] % 16:
-        return _into(out_MI, silu_mul(functional.linear(x_MK, grouped_GK), GATE_UP_GROUP))
-    return _by_plan(plan, x_MK, grouped_GK, None, out_MI, silu=True)
+    if plan is not None and _is_aligned(x_MK, grouped_GK, out_MI) and grouped_GK.shape[0] % 16 == 0:
+        return _by_plan(plan, x_MK, grouped_GK, None, out_MI, silu=True)
+    slices = _prompt_slices(x_MK, grouped_GK)
+    if slices and _is_aligned(x_MK, grouped_GK, out_MI):
+        return _in_slices(slices, x_MK, grouped_GK, out_MI)
+    return _into(out_MI, silu_mul(functional.linear(x_MK, grouped_GK), GATE_UP_GROUP))
 
 
 def linear_onto(
@@ -151,12 +148,26 @@ def chosen_plan(rows: int, outputs: int, inputs: int, device: torch.device, silu
     return few_rows.plan_for(rows, outputs, inputs) if rows == 1 else None  # what a layer of few rows would take
 
 
+def _are_half(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> bool:
+    """Whether kernels serve them, and both are in the same 16 bits."""
+    if not is_fused(x_MK) or x_MK.dim() != 2:
+        return False
+    return x_MK.dtype in (torch.bfloat16, torch.float16) and weight_NK.dtype == x_MK.dtype
+
+
 def _has_many_rows(x_MK: torch.Tensor, weight_NK: torch.Tensor, least: int) -> bool:
     """Whether these are at least so many rows in 16 bits on Hopper."""
-    if not is_fused(x_MK) or x_MK.dim() != 2 or x_MK.shape[0] < least:
-        return False
-    is_half = x_MK.dtype in (torch.bfloat16, torch.float16) and weight_NK.dtype == x_MK.dtype
-    return is_half and is_hopper(x_MK.device)
+    return _are_half(x_MK, weight_NK) and x_MK.shape[0] >= least and is_hopper(x_MK.device)
+
+
+def _prompt_slices(x_MK: torch.Tensor, grouped_GK: torch.Tensor) -> list[slice]:
+    """`prompt_slices` of these; none, too, where `PROMPT_PLAN` doesn't run or was wrong. It is tried before it is asked
+    whether it pays, since the first step that it serves may be one that is captured."""
+    if not _has_many_rows(x_MK, grouped_GK, LEAST_PROMPT_ROWS):
+        return []
+    if not _is_right(PROMPT_PLAN, grouped_GK.shape[1], x_MK.dtype, x_MK.device, silu=True):
+        return []
+    return prompt_slices(x_MK.shape[0], grouped_GK.shape[0])
 
 
 def _in_slices(
@@ -170,9 +181,7 @@ def _in_slices(
 
 
 def _plan(x_MK: torch.Tensor, weight_NK: torch.Tensor, *, silu: bool) -> Plan | None:
-    if not is_fused(x_MK) or x_MK.dim() != 2 or x_MK.shape[0] > LONGEST_TUNED:
-        return None
-    if x_MK.dtype not in (torch.bfloat16, torch.float16) or weight_NK.dtype != x_MK.dtype:
+    if not _are_half(x_MK, weight_NK) or x_MK.shape[0] > LONGEST_TUNED:
         return None
     plan = chosen_plan(x_MK.shape[0], weight_NK.shape[0], weight_NK.shape[1], x_MK.device, silu)
     if isinstance(plan, RingPlan) and not _is_right(plan, weight_NK.shape[1], x_MK.dtype, x_MK.device, silu):

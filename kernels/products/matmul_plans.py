@@ -99,9 +99,12 @@ class RingPlan(NamedTuple):
     def lanes(self, num_rows: int) -> int:
         return -(-num_rows // self.tile_m)
 
+    def programs(self, num_rows: int, num_outputs: int) -> int:
+        """The number for each tile along M; 0: there are more such tiles than multiprocessors."""
+        return min(-(-num_outputs // self.tile_n), MULTIPROCESSORS // self.lanes(num_rows))
+
     def grid(self, num_rows: int, num_outputs: int, num_inputs: int) -> int:
-        lanes = self.lanes(num_rows)
-        return lanes * min(-(-num_outputs // self.tile_n), MULTIPROCESSORS // lanes)
+        return self.lanes(num_rows) * self.programs(num_rows, num_outputs)
 
     def is_valid(self, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
         """Whether a program's tiles and sums fit a multiprocessor."""
@@ -109,10 +112,10 @@ class RingPlan(NamedTuple):
 
     def use(self, num_rows: int, num_outputs: int) -> float:
         """The share of a product in what all multiprocessors could do in the time that it takes."""
-        tiles, lanes = -(-num_outputs // self.tile_n), self.lanes(num_rows)
-        if lanes > MULTIPROCESSORS:
+        programs = self.programs(num_rows, num_outputs)
+        if not programs:
             return 0.0
-        in_turn = -(-tiles // min(tiles, MULTIPROCESSORS // lanes))
+        in_turn = -(-num_outputs // (self.tile_n * programs))
         return num_rows * num_outputs / (MULTIPROCESSORS * in_turn * self.tile_n * self.tile_m)
 
 

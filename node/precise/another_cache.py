@@ -24,9 +24,9 @@ class OverAnotherCache:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        layers, head = model.attention_layers.items(), model.guess_head
-        own = {name: layer for name, layer in layers if head is None or name != head.layer_name}
-        self.attention_layers = {name: layer.over_another_cache() for name, layer in own.items()}
+        of_head = None if model.guess_head is None else model.guess_head.layer_name
+        layers = model.attention_layers.items()
+        self.attention_layers = {name: layer.over_another_cache() for name, layer in layers if name != of_head}
 
     def __call__(
         self,

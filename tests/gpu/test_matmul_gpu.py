@@ -58,15 +58,17 @@ def poisoned(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> to
     return torch.full((rows, columns), float("nan"), device="cuda:0", dtype=dtype)
 
 
+def silu_times_up(product: torch.Tensor) -> torch.Tensor:
+    """Of outputs of gate and up that take turns."""
+    gate, up = (half.flatten(1) for half in product.unflatten(1, (-1, 2, matmul.GATE_UP_GROUP)).unbind(2))
+    return functional.silu(gate) * up
+
+
 def check_plan(plan: Plan, rows: int, weight: torch.Tensor, *, gated: bool) -> None:
     x = random_matrix(rows, weight.shape[1], weight.dtype)
     product = x.double() @ weight.double().t()
     tolerance = TOLERANCE[weight.dtype]
-    if gated:
-        gate, up = (half.flatten(1) for half in product.unflatten(1, (-1, 2, matmul.GATE_UP_GROUP)).unbind(2))
-        expected = functional.silu(gate) * up
-    else:
-        expected = product
+    expected = silu_times_up(product) if gated else product
     out = poisoned(rows, expected.shape[1], weight.dtype)
     matmul.run_plan(plan, x, weight, out, silu=gated)
     assert relative_error(out, expected) < tolerance
@@ -126,8 +128,7 @@ def test_gate_and_up_of_prompts(
     out = poisoned(rows, outputs // 2, dtype)
     assert matmul.linear_silu_mul(x, weight, out) is out
     assert launched == [PROMPT_PLAN] * num_launches
-    gate, up = (x.double() @ weight.double().t()).unflatten(1, (-1, 2, matmul.GATE_UP_GROUP)).unbind(2)
-    assert relative_error(out, (functional.silu(gate) * up).flatten(1)) < TOLERANCE[dtype]
+    assert relative_error(out, silu_times_up(x.double() @ weight.double().t())) < TOLERANCE[dtype]
     assert torch.equal(matmul.linear_silu_mul(x, weight), out)
 
 

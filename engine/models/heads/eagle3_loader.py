@@ -34,9 +34,7 @@ def fill_head(head: EagleHead, whole: EagleHead, folder: Path, load_format: str)
 
 
 def _fill(head: EagleHead, whole: EagleHead, folder: Path) -> None:
-    if not any(folder.glob("*.safetensors")):
-        if any(folder.glob(PICKLED)):
-            raise CheckpointError(f"{folder} is in pickle format, which is never read: {how_to_convert(folder)}")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob(PICKLED)):  # as of a name on the Hub
         raise CheckpointError(
             f"{folder} has no safetensors. Of a head that is published as pytorch_model.bin fetch that by `hf download "
             f"NAME --local-dir DIR`, give DIR, and {how_to_convert(Path('DIR'))}"
