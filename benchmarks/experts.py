@@ -17,21 +17,25 @@ from product_steps import measure_limits, random_matrix, replay_ms
 from tandem.kernels.experts.mixture import Stack, run_plan
 from tandem.kernels.experts.plans import (
     TILES_M,
-    E2m1Plan,
+    Few4BitPlan,
     FewPlan,
+    GluonType,
     GroupedPlan,
     MixturePlan,
     MixtureSizes,
     Routing,
+    StreamedPlan,
     choose_plan,
-    e2m1_plan,
+    few_4bit_plan,
     few_plan,
     grouped_plan,
+    streamed_plan,
 )
 from tandem.kernels.experts.routing import route
 from tandem.kernels.experts.stacked import MX_GROUP, empty_stacked, stacked_mxfp4
 from tandem.kernels.products.fused_ops import quantise_rows
 from tandem.kernels.products.matmul import linear
+from tandem.kernels.products.matmul_device import is_hopper
 from tandem.kernels.reference import experts as twins
 
 SHAPES = {
@@ -77,8 +81,11 @@ FP8_ONE_ROW = (
     ((4, 2048, 4), (8, 2048, 4), (8, 1024, 4), (16, 1024, 4), (4, 2048, 2), (8, 2048, 8)),
     ((8, 256, 4), (16, 256, 4), (32, 256, 4), (16, 256, 2), (8, 256, 2), (4, 256, 1)),
 )
-# The same of e2m1: outputs, words, warps.
-E2M1_ONE_ROW = ((8, 128, 4), (4, 128, 4), (16, 128, 4), (4, 128, 2), (8, 128, 2), (2, 128, 2), (8, 64, 4), (4, 512, 4))
+# Of 4 bits: outputs of a warp, steps ahead, warps.
+FOUR_BIT_ONE_ROW = (
+    ((4, 4, 4), (4, 4, 8), (2, 4, 4), (4, 1, 8), (8, 2, 4), (4, 2, 8)),
+    ((2, 4, 8), (2, 3, 8), (2, 6, 8), (4, 3, 8), (4, 2, 4), (1, 4, 8)),
+)
 # Of e2m1 by the tensor cores, for inputs that 64 divides and 128 doesn't.
 E2M1_FEW_ROWS = (
     ((64, 256, 3, 4), (64, 256, 2, 4), (32, 256, 3, 4), (64, 64, 6, 4), (32, 64, 6, 4)),
@@ -88,12 +95,20 @@ E2M1_MANY_ROWS = (
     ((64, 64, 3, 4), (64, 64, 4, 8), (64, 64, 4, 4), (32, 64, 4, 4)),
     ((64, 64, 3, 4), (64, 64, 4, 8), (64, 64, 4, 4)),
 )
+# Of 4 bits straight to registers: repeats, steps ahead, warps, registers.
+STREAMED = ((2, 2, 8, 128), (1, 4, 8, 128), (1, 4, 4, 128), (2, 2, 4, 0), (2, 4, 4, 0), (1, 2, 4, 0), (1, 2, 8, 0))
 
 
-def candidates(base: MixturePlan, sizes: MixtureSizes) -> list[list[FewPlan | E2m1Plan | GroupedPlan]]:
+def candidates(
+    base: MixturePlan, sizes: MixtureSizes
+) -> list[list[FewPlan | Few4BitPlan | GroupedPlan | StreamedPlan]]:
     """Plans worth trying, of both products."""
-    if isinstance(base.gate_up, E2m1Plan):
-        return [[E2m1Plan(*each) for each in E2M1_ONE_ROW]] * 2
+    if isinstance(base.gate_up, StreamedPlan):
+        plans = [StreamedPlan(base.gate_up.tile_m, *each) for each in STREAMED]
+        outputs = ((sizes.width, True), (sizes.hidden, False))
+        return [[each for each in plans if n % each.outputs(is_gated=gated) == 0] for n, gated in outputs]
+    if isinstance(base.gate_up, Few4BitPlan):
+        return [[Few4BitPlan(*each) for each in some] for some in FOUR_BIT_ONE_ROW]
     if isinstance(base.gate_up, FewPlan):
         inputs = (sizes.hidden, sizes.width)
         tried = FP8_ONE_ROW if sizes.bits else ONE_ROW
@@ -118,7 +133,9 @@ def bases(num_tokens: int, sizes: MixtureSizes) -> list[MixturePlan]:
     shipped = choose_plan(num_tokens, sizes)
     mean = num_tokens * sizes.top_k / sizes.num_experts
     tiles = [tile for tile in TILES_M if mean / 2 <= tile <= max(16, 8 * mean)] or [TILES_M[-1]]
-    others = [few_plan(sizes), e2m1_plan(sizes)] if num_tokens <= 16 else []
+    others = [few_plan(sizes), few_4bit_plan(sizes)] if num_tokens <= 16 else []
+    if sizes.bits == 4:
+        others += [streamed_plan(tile, sizes, is_spread=False) for tile in (8, 16) if tile >= mean / 2]
     if sizes.bits != 8:
         others += [grouped_plan(tile, sizes) for tile in tiles[: 1 if sizes.bits else 3]]
     elif num_tokens > 1:
@@ -234,7 +251,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=LADDER)
     options = parser.parse_args()
     bits, is_e2m1, group = FORMATS[options.weights]
-    sizes = SHAPES[options.shape]._replace(bits=bits, is_e2m1=is_e2m1, group=group)
+    gluon: GluonType = "bf16" if is_hopper(torch.device("cuda", 0)) else ""
+    sizes = SHAPES[options.shape]._replace(bits=bits, is_e2m1=is_e2m1, group=group, gluon=gluon)
     copied, rate = measure_limits()
     print(
         f"{options.shape}, {options.weights}: copy {copied / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s",

@@ -13,15 +13,26 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from tandem.kernels.experts.plans import NOT_HERE, Clamp, MixturePlan, MixtureSizes, choose_plan, every_plan, few_plan
+from tandem.kernels.experts.plans import (
+    NOT_HERE,
+    Clamp,
+    GluonType,
+    MixturePlan,
+    MixtureSizes,
+    choose_plan,
+    every_plan,
+    few_plan,
+)
 from tandem.kernels.experts.stacked import StackedWeight, empty_stacked, stacked_mxfp4
 from tandem.kernels.products import product_trials
 from tandem.kernels.products.fused_ops import is_fused, quantise_rows
+from tandem.kernels.products.matmul_device import is_hopper
 from tandem.kernels.reference import experts as twins
 
 TRIAL_EXPERTS = 3  # a guess
 ROUNDED_TOLERANCE = 3e-2  # two numbers that hardly differ may be rounded apart, by an eighth; a guess
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GLUON_TYPES: dict[torch.dtype, GluonType] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 Stack = torch.Tensor | StackedWeight  # all experts' matrices
 
@@ -109,7 +120,8 @@ def _sizes(x_TE: torch.Tensor, ids_Tk: torch.Tensor, down_XEF: Stack, clamp: Cla
     if not isinstance(down_XEF, StackedWeight):
         return sizes
     has_bias, is_e2m1 = down_XEF.bias is not None, down_XEF.is_e2m1
-    return sizes._replace(bits=down_XEF.bits, is_e2m1=is_e2m1, group=down_XEF.group, has_bias=has_bias)
+    gluon: GluonType = GLUON_TYPES.get(x_TE.dtype, "") if is_hopper(x_TE.device) else ""
+    return sizes._replace(bits=down_XEF.bits, is_e2m1=is_e2m1, group=down_XEF.group, has_bias=has_bias, gluon=gluon)
 
 
 def _are_aligned(*tensors: torch.Tensor) -> bool:

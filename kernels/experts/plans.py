@@ -8,18 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+GluonType = Literal["", "bf16", "fp16"]
 NOT_HERE = -1  # an id: another rank has the expert
 MOST_FEW_TOKENS = 4  # that take the way without tensor cores; a guess
-MOST_E2M1_TOKENS = 2  # the same over e2m1: docs/measurements.md#experts-of-8-and-4-bits
+MOST_4BIT_TOKENS = 4  # the same over 4 bits: docs/measurements.md#experts-of-4-bits-straight-to-registers
 SPARE = 1.5  # tiles have room for so many times the rows that an expert has on average; a guess
 LANE_INPUTS = 32  # of a word's eight numbers of 4 bits, and those of its neighbours
 # Inputs of a tile of e2m1 for few rows, from so many such tiles a row on: steps wait for each other, and those of 64
 # inputs took most of the time (docs/measurements.md#mixtures-of-experts). Guesses.
 LONG_TILE, FEW_STEPS = 256, 2
 TILES_M = (16, 32, 64, 128)  # pairs of a tile; a guess
-# Of e2m1 for very few rows: outputs, words of eight inputs, warps. A warp reads two whole rows of 128 words at a time.
-# Guesses.
-E2M1_TILE = (8, 128, 4)
+# Pairs of a tile whose weights go straight to registers, and the most that an expert has on average then: of integers
+# and of e2m1, whose unpacking takes more (docs/measurements.md#experts-of-4-bits-straight-to-registers).
+STREAMED_TILES, MOST_STREAMED, MOST_STREAMED_E2M1 = (8, 16), 16, 5
+STREAMED_INPUTS = 128  # of a step
+MOST_4BIT_INPUTS = 65536  # of a token's experts that few_4bit.py has room for in shared memory
+FEW_PAIRS = 64  # so few of all experts together are spread over more programs; likewise
 
 
 def experts_of_rank(rank: int, num_ranks: int, num_experts: int) -> tuple[int, int]:
@@ -63,11 +67,12 @@ class FewPlan(NamedTuple):
     warps: int
 
 
-class E2m1Plan(NamedTuple):
-    """The constants of triton_kernels/experts/few_e2m1.py."""
+class Few4BitPlan(NamedTuple):
+    """The constants of triton_kernels/experts/few_4bit.py: `outputs` of a warp, and steps of 1,024 inputs that weights
+    are asked for `ahead`, where there are as many."""
 
-    tile_n: int
-    tile_words: int
+    outputs: int
+    ahead: int
     warps: int
 
 
@@ -81,6 +86,20 @@ class GroupedPlan(NamedTuple):
     warps: int
 
 
+class StreamedPlan(NamedTuple):
+    """The constants of triton_kernels/experts/streamed.py. `registers`: the most of a thread; 0: no bound."""
+
+    tile_m: int
+    repeats: int
+    ahead: int
+    warps: int
+    registers: int = 0
+
+    def outputs(self, *, is_gated: bool) -> int:
+        """How many a program makes."""
+        return 16 * self.warps * self.repeats // (2 if is_gated else 1)
+
+
 class Clamp(NamedTuple):
     """GPT-OSS's gate in place of silu(gate) * up: gate * sigmoid(alpha * gate) * (up + 1), with gate cut off above the
     limit, and up on both sides (arXiv 2508.10925)."""
@@ -92,7 +111,8 @@ class Clamp(NamedTuple):
 class MixtureSizes(NamedTuple):
     """What a mixture's matrices are: gate and up [num_experts, 2 * width, hidden], down [num_experts, hidden, width].
     Activations are of `element_bytes`; weights too, or of 8 `bits` (e4m3) or 4 (`is_e2m1`, or integers), of which
-    `group` inputs (0: all) share a scale."""
+    `group` inputs (0: all) share a scale. `gluon`: activations' type, where our
+    kernels in Gluon run."""
 
     num_experts: int
     top_k: int
@@ -104,6 +124,7 @@ class MixtureSizes(NamedTuple):
     group: int = 0
     has_bias: bool = False
     clamp: Clamp | None = None
+    gluon: GluonType = ""
 
     @property
     def weight_bytes(self) -> float:
@@ -111,11 +132,11 @@ class MixtureSizes(NamedTuple):
 
 
 class MixturePlan(NamedTuple):
-    """The plans of both products: FewPlans, E2m1Plans, or GroupedPlans of one `tile_m`. `rounded`: activations become
-    e4m3, for fp8 products."""
+    """The plans of both products: FewPlans, Few4BitPlans, or GroupedPlans or StreamedPlans of one `tile_m`. `rounded`:
+    activations become e4m3, for fp8 products."""
 
-    gate_up: FewPlan | E2m1Plan | GroupedPlan
-    down: FewPlan | E2m1Plan | GroupedPlan
+    gate_up: FewPlan | Few4BitPlan | GroupedPlan | StreamedPlan
+    down: FewPlan | Few4BitPlan | GroupedPlan | StreamedPlan
     rounded: bool = False
 
 
@@ -135,17 +156,23 @@ def choose_plan(num_tokens: int, sizes: MixtureSizes, num_experts: int | None = 
     """The plan for so many tokens; None: the kernels serve no such sizes. `num_experts`: how many the model has, where
     some are elsewhere."""
     few = few_plan(sizes) if num_tokens <= MOST_FEW_TOKENS else None
-    few = few or (e2m1_plan(sizes) if num_tokens <= MOST_E2M1_TOKENS else None)
+    few = few or (few_4bit_plan(sizes) if num_tokens <= MOST_4BIT_TOKENS else None)
     if few is not None:
         return few
     mean = num_tokens * sizes.top_k / (num_experts or sizes.num_experts)
+    if mean <= (MOST_STREAMED_E2M1 if sizes.is_e2m1 else MOST_STREAMED):
+        tile_m = next((tile for tile in STREAMED_TILES if tile >= SPARE * mean), STREAMED_TILES[-1])
+        streamed = streamed_plan(tile_m, sizes, is_spread=num_tokens * sizes.top_k <= FEW_PAIRS)
+        if streamed is not None:
+            return streamed
     return grouped_plan(next((tile for tile in TILES_M if tile >= SPARE * mean), TILES_M[-1]), sizes)
 
 
 def every_plan(sizes: MixtureSizes) -> tuple[MixturePlan, ...]:
     """All plans that `choose_plan` can name."""
-    plans = (few_plan(sizes), e2m1_plan(sizes), *(grouped_plan(tile, sizes) for tile in TILES_M))
-    return tuple(plan for plan in plans if plan is not None)
+    streamed = (streamed_plan(tile, sizes, is_spread=each) for tile in STREAMED_TILES for each in (True, False))
+    plans = (few_plan(sizes), few_4bit_plan(sizes), *streamed, *(grouped_plan(tile, sizes) for tile in TILES_M))
+    return tuple(dict.fromkeys(plan for plan in plans if plan is not None))
 
 
 def few_plan(sizes: MixtureSizes) -> MixturePlan | None:
@@ -156,12 +183,33 @@ def few_plan(sizes: MixtureSizes) -> MixturePlan | None:
     return None if gate_up is None or down is None else MixturePlan(gate_up, down)
 
 
-def e2m1_plan(sizes: MixtureSizes) -> MixturePlan | None:
-    """The plan of very few rows over e2m1; None: these are others, or no tile fits."""
-    plan = E2m1Plan(*E2M1_TILE)
-    if not sizes.is_e2m1 or any(size % sizes.group or size % plan.tile_n for size in (sizes.hidden, sizes.width)):
+def few_4bit_plan(sizes: MixtureSizes) -> MixturePlan | None:
+    """The plan of very few rows over 4 bits; None: they have other bits, or no tile fits. Both products are the fastest
+    over three models' shapes, or within a tenth."""
+    gate_up, down = Few4BitPlan(4, 4, 4), Few4BitPlan(2, 4, 8)
+    if sizes.bits != 4 or sizes.gluon != "bf16" or sizes.top_k * sizes.width > MOST_4BIT_INPUTS:
         return None
-    return MixturePlan(plan, plan)
+    whole = sizes.group or LANE_INPUTS
+    if any(size % whole or size % LANE_INPUTS for size in (sizes.hidden, sizes.width)):
+        return None
+    return MixturePlan(gate_up, down)
+
+
+def streamed_plan(tile_m: int, sizes: MixtureSizes, *, is_spread: bool) -> MixturePlan | None:
+    """The plan whose weights go straight to registers; None: they have other bits, or no tile fits. `is_spread`: there
+    are few pairs."""
+    inputs = inputs_of_a_scale(sizes.group, sizes.bits, sizes.hidden)
+    whole = sizes.group if sizes.is_e2m1 else STREAMED_INPUTS
+    if not sizes.gluon or sizes.bits != 4 or inputs % whole:
+        return None
+    if any(size % whole or (sizes.group and size % sizes.group) for size in (sizes.hidden, sizes.width)):
+        return None
+    wide = () if is_spread else (StreamedPlan(tile_m, 2, 2, 8, 128),)
+    gate_ups = (*wide, StreamedPlan(tile_m, 1, 4, 8, 128), StreamedPlan(tile_m, 1, 4, 4, 128))
+    downs = StreamedPlan(tile_m, 2, 2, 4), StreamedPlan(tile_m, 1, 4, 4, 128)
+    gate_up = next((each for each in gate_ups if sizes.width % each.outputs(is_gated=True) == 0), None)
+    down = next((each for each in downs if sizes.hidden % each.outputs(is_gated=False) == 0), None)
+    return None if gate_up is None or down is None else MixturePlan(gate_up, down)
 
 
 def _few(num_outputs: int, num_inputs: int, tile_n: int, most_inputs: int, group: int) -> FewPlan | None:

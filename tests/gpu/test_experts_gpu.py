@@ -11,11 +11,12 @@ from in_process_cluster import client_of, cuda_pair
 from tandem.engine.contracts.config_json.mixture_config import MixtureConfig
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.models.mixture_layer import MixtureOfExperts
-from tandem.kernels.experts.mixture import mixture, run_plan, serves
-from tandem.kernels.experts.plans import NOT_HERE, Clamp, MixtureSizes, Routing, every_plan
+from tandem.kernels.experts.mixture import GLUON_TYPES, mixture, run_plan, serves
+from tandem.kernels.experts.plans import NOT_HERE, Clamp, GluonType, MixtureSizes, Routing, StreamedPlan, every_plan
 from tandem.kernels.experts.routing import route
 from tandem.kernels.experts.stacked import StackedWeight, empty_stacked, stacked_mxfp4
 from tandem.kernels.products.fused_ops import rms_norm
+from tandem.kernels.products.matmul_device import is_hopper
 from tandem.kernels.reference import experts as twins
 from tandem.kernels.triton_kernels.experts.sort import sort_triton
 from tiny_models import check_greedy, random_prompt, tiny_model
@@ -122,27 +123,59 @@ def test_every_plan_over_e4m3_makes_what_dequantised_experts_make(
             assert torch.equal(out, run_plan(plan, x, ids, weights, gate_up, down)), plan
 
 
-@pytest.mark.parametrize(("group", "scale_dtype"), [(128, torch.float16), (0, torch.bfloat16)])
+def gluon_of(dtype: torch.dtype) -> GluonType:
+    """What sizes say of kernels in Gluon there."""
+    return GLUON_TYPES.get(dtype, "") if is_hopper(CUDA) else ""
+
+
+def in_integers(num_experts: int, num_outputs: int, num_inputs: int, group: int, scales: torch.dtype) -> StackedWeight:
+    """Matrices of any numbers of 4 bits."""
+    made = empty_stacked(num_experts, num_outputs, num_inputs, group, CUDA, scales)
+    assert made.zeros is not None
+    made.values.random_(256)
+    made.scales.uniform_(0.002, 0.006)
+    made.zeros.random_(16)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("group", "scale_dtype", "dtype"),
+    [
+        (128, torch.float16, torch.bfloat16), (0, torch.bfloat16, torch.bfloat16), (256, torch.float16, torch.float16),
+        (64, torch.float16, torch.float16),
+    ],
+)  # fmt: skip
 def test_every_plan_over_integers_of_four_bits_makes_what_dequantised_experts_make(
-    group: int, scale_dtype: torch.dtype
+    group: int, scale_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
-    sizes = SHAPES[0]._replace(bits=4, group=group)
-
-    def stack(num_outputs: int, num_inputs: int) -> StackedWeight:
-        made = empty_stacked(sizes.num_experts, num_outputs, num_inputs, group, CUDA, scale_dtype)
-        assert made.zeros is not None
-        made.values.random_(256)
-        made.scales.uniform_(0.002, 0.006)
-        made.zeros.random_(16)
-        return made
-
-    gate_up, down = stack(2 * sizes.width, sizes.hidden), stack(sizes.hidden, sizes.width)
+    sizes = SHAPES[0]._replace(bits=4, group=group, gluon=gluon_of(dtype))
+    gate_up = in_integers(sizes.num_experts, 2 * sizes.width, sizes.hidden, group, scale_dtype)
+    down = in_integers(sizes.num_experts, sizes.hidden, sizes.width, group, scale_dtype)
+    plans = every_plan(sizes)
+    assert any(isinstance(plan.down, StreamedPlan) for plan in plans) == (bool(sizes.gluon) and group % 128 == 0)
     for num_tokens in (1, 61, 700):
-        x, ids, weights, _, _ = made(num_tokens, SHAPES[0], torch.bfloat16)
+        x, ids, weights, _, _ = made(num_tokens, SHAPES[0], dtype)
         assert serves(x, ids, gate_up, down)
         exact = twins.mixture(x.double(), ids, weights.double(), gate_up, down)
-        for plan in every_plan(sizes):
-            assert relative_error(run_plan(plan, x, ids, weights, gate_up, down), exact) < 8e-3, plan
+        for plan in plans:
+            out = run_plan(plan, x, ids, weights, gate_up, down)
+            assert relative_error(out, exact) < 8e-3, plan
+            assert torch.equal(out, run_plan(plan, x, ids, weights, gate_up, down)), plan
+
+
+def test_weights_straight_to_registers_make_the_same_in_any_company() -> None:
+    """Whatever the plan, too: they all add inputs up in one order."""
+    sizes = SHAPES[0]._replace(bits=4, group=128, gluon=gluon_of(torch.bfloat16))
+    plans = [plan for plan in every_plan(sizes) if isinstance(plan.down, StreamedPlan)]
+    if not plans:
+        pytest.skip("needs a Hopper device")
+    gate_up = in_integers(sizes.num_experts, 2 * sizes.width, sizes.hidden, 128, torch.float16)
+    down = in_integers(sizes.num_experts, sizes.hidden, sizes.width, 128, torch.float16)
+    x, ids, weights, _, _ = made(300, SHAPES[0], torch.bfloat16)
+    whole = run_plan(plans[0], x, ids, weights, gate_up, down)
+    for plan in plans:
+        some = torch.randperm(300, device=CUDA)[:41]
+        assert torch.equal(run_plan(plan, x[some], ids[some], weights[some], gate_up, down), whole[some]), plan
 
 
 @pytest.mark.parametrize(
@@ -152,6 +185,7 @@ def test_every_plan_over_integers_of_four_bits_makes_what_dequantised_experts_ma
 def test_every_plan_over_e2m1_makes_what_dequantised_experts_make(sizes: MixtureSizes, dtype: torch.dtype) -> None:
     clamp = Clamp(1.702, 7.0)
     sizes = sizes._replace(element_bytes=dtype.itemsize, bits=4, is_e2m1=True, group=32, has_bias=True, clamp=clamp)
+    sizes = sizes._replace(gluon=gluon_of(dtype))
 
     def stack(num_outputs: int, num_inputs: int) -> StackedWeight:
         shape = (sizes.num_experts, num_outputs, num_inputs)

@@ -14,23 +14,26 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from tandem.kernels.experts.plans import (  # noqa: E402
-    E2m1Plan,
+    Few4BitPlan,
     FewPlan,
     GroupedPlan,
     MixtureSizes,
+    StreamedPlan,
     choose_plan,
     every_plan,
 )
 from tandem.kernels.products.matmul_plans import SHARED_BYTES  # noqa: E402
 from tandem.kernels.triton_kernels.experts import launch, route, sort  # noqa: E402
 from tandem.kernels.triton_kernels.experts.few import few_down_kernel, few_gate_up_kernel  # noqa: E402
-from tandem.kernels.triton_kernels.experts.few_e2m1 import (  # noqa: E402
-    few_e2m1_down_kernel,
-    few_e2m1_gate_up_kernel,
+from tandem.kernels.triton_kernels.experts.few_4bit import (  # noqa: E402
+    few_4bit_down_kernel,
+    few_4bit_gate_up_kernel,
 )
 from tandem.kernels.triton_kernels.experts.grouped import add_up_kernel, grouped_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.experts.streamed import streamed_kernel  # noqa: E402
 
 TYPES = {
     "x": "*bf16", "weight": "*bf16", "y": "*bf16", "products": "*bf16", "logits": "*bf16", "bias": "*fp32",
@@ -39,15 +42,21 @@ TYPES = {
 }  # fmt: skip
 UNUSED = {"zeros": "*fp32", "counts": "*fp32", "alpha": "fp32", "limit": "fp32"}
 QWEN3_30B = MixtureSizes(128, 8, 2048, 768)
+QWEN3_30B_INT4 = QWEN3_30B._replace(bits=4, group=128, gluon="bf16")
+GPT_OSS = MixtureSizes(32, 4, 2880, 2880, bits=4, is_e2m1=True, group=32, has_bias=True, gluon="bf16")
 
 
-def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int = 90) -> Any:
-    options = {"num_warps": constants.pop("num_warps")}
+def compile_kernel(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int = 90, source: Any = ASTSource
+) -> Any:
+    options = {name: constants.pop(name) for name in ("num_warps", "maxnreg") if name in constants}
+    if "num_warps" in kernel.arg_names:  # of kernels in Gluon
+        constants["num_warps"] = options["num_warps"]
     constants["PDL"] = capability >= 90
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     pointers = [place for place, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
-    source = ASTSource(kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in pointers})
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    made = source(kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in pointers})
+    return triton.compile(made, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 256, 1024, 8192])
@@ -98,19 +107,28 @@ def test_products_over_e2m1_compile() -> None:
     assert "fma.rn.bf16x2" in compiled.asm["ptx"]
 
 
-def test_products_of_very_few_rows_over_e2m1_compile() -> None:
-    plan = choose_plan(1, MixtureSizes(32, 4, 2880, 2880, bits=4, is_e2m1=True, group=32, has_bias=True))
+@pytest.mark.parametrize("sizes", [QWEN3_30B_INT4, QWEN3_30B_INT4._replace(group=32), GPT_OSS])
+def test_products_of_very_few_rows_over_4_bits_compile(sizes: MixtureSizes) -> None:
+    plan = choose_plan(1, sizes)
     assert plan is not None
-    assert isinstance(plan.gate_up, E2m1Plan)
-    assert isinstance(plan.down, E2m1Plan)
-    types = {**TYPES, **UNUSED, "weight": "*i32", "scales": "*u8"}
-    constants = launch.e2m1_constants(plan.gate_up, 2880, 2880, has_bias=True)
-    gate_up = compile_kernel(few_e2m1_gate_up_kernel, types, {**constants, "CLAMPED": True})
-    constants = launch.e2m1_constants(plan.down, 2880, 2880, has_bias=True)
-    down = compile_kernel(few_e2m1_down_kernel, types, {**constants, "TOP_K": 4})
+    assert isinstance(plan.gate_up, Few4BitPlan)
+    assert isinstance(plan.down, Few4BitPlan)
+    numbers, stored = ("*u8" if sizes.is_e2m1 else "*fp16"), {"is_e2m1": sizes.is_e2m1, "group": sizes.group}
+    types = {**TYPES, **UNUSED, "x": "*i32", "weight": "*i32", "scales": numbers, "zeros": numbers}
+    constants = launch.few_4bit_constants(
+        plan.gate_up, sizes.hidden, all_inputs=sizes.hidden, **stored, has_bias=sizes.has_bias
+    )
+    constants["CLAMPED"] = sizes.is_e2m1
+    gate_up = compile_kernel(few_4bit_gate_up_kernel, types, constants, source=GluonASTSource)
+    constants = launch.few_4bit_constants(
+        plan.down, sizes.width, all_inputs=sizes.top_k * sizes.width, **stored, has_bias=sizes.has_bias
+    )
+    constants["TOP_K"] = sizes.top_k
+    down = compile_kernel(few_4bit_down_kernel, types, constants, source=GluonASTSource)
     for compiled in (gate_up, down):
         assert "ld.global.cg.v4" in compiled.asm["ptx"], "weights are not read in long pieces"
-        assert "fma.rn.bf16x2" in compiled.asm["ptx"]
+        assert "dp4a.u32.s32" in compiled.asm["ptx"]
+        assert compiled.metadata.shared <= SHARED_BYTES
 
 
 def test_products_over_integers_of_four_bits_compile() -> None:
@@ -120,6 +138,48 @@ def test_products_over_integers_of_four_bits_compile() -> None:
     constants = launch.grouped_constants(plan.gate_up, is_gated=True, bits=4, group=128)
     types = {**TYPES, **UNUSED, "weight": "*i32", "scales": "*fp16", "zeros": "*fp16"}
     assert "wgmma.mma_async" in compile_kernel(grouped_kernel, types, constants).asm["ptx"]
+
+
+@pytest.mark.parametrize(("sizes", "num_tokens"), [(QWEN3_30B_INT4, 8), (QWEN3_30B_INT4, 200), (GPT_OSS, 10)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_products_whose_weights_go_straight_to_registers_compile(
+    sizes: MixtureSizes, num_tokens: int, dtype: str
+) -> None:
+    plan = choose_plan(num_tokens, sizes)
+    assert plan is not None
+    if sizes.is_e2m1 and dtype == "fp16":
+        return  # is too narrow for the powers of two
+    numbers = "*u8" if sizes.is_e2m1 else f"*{dtype}"
+    types = {**TYPES, **UNUSED, "weight": "*i32", "scales": numbers, "zeros": numbers, "x": f"*{dtype}"}
+    for product, num_inputs, is_gated in ((plan.gate_up, sizes.hidden, True), (plan.down, sizes.width, False)):
+        assert isinstance(product, StreamedPlan)
+        constants = launch.streamed_constants(
+            product, num_inputs, is_gated=is_gated, is_e2m1=sizes.is_e2m1, group=sizes.group,
+            has_bias=sizes.has_bias, clamped=is_gated and sizes.is_e2m1,
+        )  # fmt: skip
+        compiled = compile_kernel(
+            streamed_kernel, {**types, "y": f"*{dtype}", "bias": "*bf16"}, constants, source=GluonASTSource
+        )
+        ptx = compiled.asm["ptx"]
+        assert "ld.global.cg.v4" in ptx, "weights are not read in long pieces"
+        assert "mma.sync.aligned.m16n8k16" in ptx
+        assert "ld.shared.v4" in ptx, "x is not read in long pieces"
+        assert compiled.metadata.shared <= SHARED_BYTES
+
+
+def test_weights_go_straight_to_registers_where_experts_have_few_pairs() -> None:
+    def tile_of(num_tokens: int, sizes: MixtureSizes) -> int:
+        plan = choose_plan(num_tokens, sizes)
+        return plan.gate_up.tile_m if plan is not None and isinstance(plan.gate_up, StreamedPlan) else 0
+
+    assert [tile_of(tokens, QWEN3_30B_INT4) for tokens in (4, 5, 64, 85, 86, 256, 257)] == [0, 8, 8, 8, 16, 16, 0]
+    assert [tile_of(tokens, GPT_OSS) for tokens in (4, 5, 40, 41)] == [0, 8, 8, 0]
+    others: tuple[dict[str, Any], ...] = ({"gluon": ""}, {"group": 64}, {"hidden": 2112}, {"width": 48})
+    for other in others:
+        assert tile_of(64, QWEN3_30B_INT4._replace(**other)) == 0
+    assert tile_of(1, QWEN3_30B_INT4._replace(gluon="fp16")) == 8
+    tried = every_plan(QWEN3_30B_INT4)
+    assert len([plan for plan in tried if isinstance(plan.gate_up, StreamedPlan)]) == 4
 
 
 def test_what_lies_between_products_compiles() -> None:
@@ -139,6 +199,8 @@ def test_every_number_of_tokens_takes_a_plan_that_was_tried() -> None:
         MixtureSizes(8, 2, 4096, 14336),
         MixtureSizes(64, 6, 2048, 1408),
         MixtureSizes(4, 2, 64, 32, 4),
+        QWEN3_30B_INT4,
+        GPT_OSS,
     ):
         tried = every_plan(sizes)
         assert all(choose_plan(tokens, sizes) in tried for tokens in (*range(1, 300), 1000, 5000, 20000))

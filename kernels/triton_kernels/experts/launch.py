@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 
-from tandem.kernels.experts.plans import Clamp, E2m1Plan, FewPlan, GroupedPlan, MixturePlan, inputs_of_a_scale
+from tandem.kernels.experts.plans import (
+    Clamp,
+    Few4BitPlan,
+    FewPlan,
+    GroupedPlan,
+    MixturePlan,
+    StreamedPlan,
+    inputs_of_a_scale,
+)
 from tandem.kernels.experts.stacked import StackedWeight
 from tandem.kernels.products.fused_ops import quantise_rows
 from tandem.kernels.triton_kernels.common import cdiv, next_power_of_2, overlap
 from tandem.kernels.triton_kernels.experts.few import few_down_kernel, few_gate_up_kernel
-from tandem.kernels.triton_kernels.experts.few_e2m1 import few_e2m1_down_kernel, few_e2m1_gate_up_kernel
 from tandem.kernels.triton_kernels.experts.grouped import add_up_kernel, grouped_kernel
 from tandem.kernels.triton_kernels.experts.sort import sort_triton
 
@@ -76,11 +82,31 @@ def few_constants(
     }  # fmt: skip
 
 
-def e2m1_constants(plan: E2m1Plan, num_outputs: int, num_inputs: int, *, has_bias: bool) -> dict[str, Any]:
-    words = num_inputs // 8
+def few_4bit_constants(
+    plan: Few4BitPlan, num_inputs: int, *, all_inputs: int, is_e2m1: bool, group: int, has_bias: bool
+) -> dict[str, Any]:
+    """`all_inputs`: of all experts that a program multiplies with."""
+    steps = cdiv(all_inputs, 1024)
     return {
-        "SIZE": num_outputs, "WORDS": words, "TILE_N": plan.tile_n, "TILE_W": plan.tile_words,
-        "STEPS": cdiv(words, plan.tile_words), "HAS_BIAS": has_bias, "num_warps": plan.warps,
+        "K": num_inputs, "OUTPUTS": plan.outputs, "AHEAD": min(plan.ahead, steps), "ROOM": next_power_of_2(steps) * 32,
+        "E2M1": is_e2m1, "GROUP": group, "HAS_BIAS": has_bias, "num_warps": plan.warps,
+    }  # fmt: skip
+
+
+def streamed_constants(
+    plan: StreamedPlan,
+    num_inputs: int,
+    *,
+    is_gated: bool,
+    is_e2m1: bool = False,
+    group: int = 0,
+    has_bias: bool = False,
+    clamped: bool = False,
+) -> dict[str, Any]:
+    return {
+        "K": num_inputs, "TILE_M": plan.tile_m, "REPEATS": plan.repeats, "AHEAD": plan.ahead, "GATED": is_gated,
+        "E2M1": is_e2m1, "GROUP": group, "HAS_BIAS": has_bias, "CLAMPED": clamped, "num_warps": plan.warps,
+        **({"maxnreg": plan.registers} if plan.registers else {}),
     }  # fmt: skip
 
 
@@ -110,19 +136,21 @@ def launch(
         _launch_few(plan.gate_up, plan.down, x_TE, ids_Tk, weights_Tk, gate_up, down, activated, out, norm)
         return out
     assert norm is None, f"{plan} takes x as it is"
-    if isinstance(plan.gate_up, E2m1Plan):
-        assert isinstance(plan.down, E2m1Plan), f"{plan} mixes ways"
-        _launch_e2m1(plan.gate_up, plan.down, x_TE, ids_Tk, weights_Tk, gate_up, down, activated, out, clamp)
+    if isinstance(plan.gate_up, Few4BitPlan):
+        assert isinstance(plan.down, Few4BitPlan), f"{plan} mixes ways"
+        _launch_few_4bit(plan.gate_up, plan.down, x_TE, ids_Tk, weights_Tk, gate_up, down, activated, out, clamp)
         return out
-    assert isinstance(plan.down, GroupedPlan), f"{plan} mixes ways"
+    assert not isinstance(plan.down, FewPlan | Few4BitPlan), f"{plan} mixes ways"
     assert plan.down.tile_m == plan.gate_up.tile_m, f"{plan} cuts rows in two ways"
     order, tiles = sort_triton(ids_Tk, num_experts, plan.gate_up.tile_m)
-    multiply = functools.partial(
-        _launch_grouped, order=order, tiles=tiles, weights_Tk=weights_Tk, rounded=plan.rounded, clamp=clamp
-    )
-    multiply(plan.gate_up, x_TE, gate_up, activated, is_gated=True)
     products = torch.empty((num_pairs, hidden), dtype=dtype, device=device)
-    multiply(plan.down, activated, down, products, is_gated=False)
+    steps = ((plan.gate_up, x_TE, gate_up, activated, True), (plan.down, activated, down, products, False))
+    for part, rows, weight, results, is_gated in steps:
+        common: dict[str, Any] = {"order": order, "tiles": tiles, "weights_Tk": weights_Tk, "clamp": clamp}
+        if isinstance(part, StreamedPlan):
+            _launch_streamed(part, rows, weight, results, **common, is_gated=is_gated)
+        else:
+            _launch_grouped(part, rows, weight, results, **common, rounded=plan.rounded, is_gated=is_gated)
     block = min(1024, next_power_of_2(hidden))
     add_up_kernel[(num_tokens, cdiv(hidden, block))](
         products, ids_Tk, out, SIZE=hidden, TOP_K=ids_Tk.shape[1], BLOCK=block, num_warps=4, **overlap(device)
@@ -158,9 +186,9 @@ def _launch_few(
     )  # fmt: skip
 
 
-def _launch_e2m1(
-    gate_up_plan: E2m1Plan,
-    down_plan: E2m1Plan,
+def _launch_few_4bit(
+    gate_up_plan: Few4BitPlan,
+    down_plan: Few4BitPlan,
     x_TE: torch.Tensor,
     ids_Tk: torch.Tensor,
     weights_Tk: torch.Tensor,
@@ -170,16 +198,26 @@ def _launch_e2m1(
     out: torch.Tensor,
     clamp: Clamp | None,
 ) -> None:
+    from tandem.kernels.triton_kernels.experts import few_4bit  # not every Triton has Gluon
+
     (num_tokens, top_k), hidden, width = ids_Tk.shape, out.shape[1], activated.shape[1]
-    alpha, limit = clamp or (1.0, 0.0)
-    few_e2m1_gate_up_kernel[(width // gate_up_plan.tile_n, num_tokens * top_k)](
-        x_TE, gate_up.values, gate_up.scales, gate_up.bias, ids_Tk, activated,
-        x_TE.stride(0) // 16, gate_up.row, gate_up.expert, top_k, alpha, limit, CLAMPED=clamp is not None,
-        **e2m1_constants(gate_up_plan, width, hidden, has_bias=gate_up.has_bias), **overlap(x_TE.device),
+    (alpha, limit), pairs = clamp or (1.0, 0.0), torch.int32
+    constants = few_4bit_constants(
+        gate_up_plan, hidden, all_inputs=hidden, is_e2m1=gate_up.is_e2m1, group=gate_up.group or 32,
+        has_bias=gate_up.has_bias,
     )  # fmt: skip
-    few_e2m1_down_kernel[(hidden // down_plan.tile_n, num_tokens)](
-        activated, down.values, down.scales, down.bias, ids_Tk, weights_Tk, out, down.row, down.expert, TOP_K=top_k,
-        **e2m1_constants(down_plan, hidden, width, has_bias=down.has_bias), **overlap(x_TE.device),
+    few_4bit.few_4bit_gate_up_kernel[(2 * width // (gate_up_plan.outputs * gate_up_plan.warps), num_tokens * top_k)](
+        x_TE.view(pairs), gate_up.values, gate_up.scales, gate_up.zeros, gate_up.bias, ids_Tk, activated,
+        x_TE.stride(0) // 16, gate_up.row, gate_up.expert, width, top_k, alpha, limit, CLAMPED=clamp is not None,
+        **constants, **overlap(x_TE.device),
+    )  # fmt: skip
+    constants = few_4bit_constants(
+        down_plan, width, all_inputs=top_k * width, is_e2m1=down.is_e2m1, group=down.group or 32,
+        has_bias=down.has_bias,
+    )  # fmt: skip
+    few_4bit.few_4bit_down_kernel[(hidden // (down_plan.outputs * down_plan.warps), num_tokens)](
+        activated.view(pairs), down.values, down.scales, down.zeros, down.bias, ids_Tk, weights_Tk, out,
+        down.row, down.expert, hidden, TOP_K=top_k, **constants, **overlap(x_TE.device),
     )  # fmt: skip
 
 
@@ -211,4 +249,32 @@ def _launch_grouped(
         x, x_scales, values, weight.scales, weight.zeros, weight.bias, order, tiles, weights_Tk, out,
         cdiv(num_inputs, plan.tile_k), tiles_n, x.stride(0) // 16, weight.row, weight.expert, num_outputs,
         out.stride(0) // 16, weights_Tk.shape[1], alpha, limit, **constants, **overlap(x.device),
+    )  # fmt: skip
+
+
+def _launch_streamed(
+    plan: StreamedPlan,
+    x: torch.Tensor,
+    weight: _Stored,
+    out: torch.Tensor,
+    *,
+    order: torch.Tensor,
+    tiles: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    clamp: Clamp | None,
+    is_gated: bool,
+) -> None:
+    from tandem.kernels.triton_kernels.experts.streamed import streamed_kernel  # not every Triton has Gluon
+
+    num_outputs, num_inputs = out.shape[1], x.shape[1]
+    tiles_n, (alpha, limit) = num_outputs // plan.outputs(is_gated=is_gated), clamp or (1.0, 0.0)
+    assert tiles_n * plan.outputs(is_gated=is_gated) == num_outputs, f"{plan} for {num_outputs} outputs"
+    constants = streamed_constants(
+        plan, num_inputs, is_gated=is_gated, is_e2m1=weight.is_e2m1, group=weight.group, has_bias=weight.has_bias,
+        clamped=is_gated and clamp is not None,
+    )  # fmt: skip
+    streamed_kernel[(len(tiles) * tiles_n,)](
+        x, weight.values, weight.scales, weight.zeros, weight.bias, order, tiles, weights_Tk, out,
+        tiles_n, x.stride(0) // 16, weight.row, weight.expert, num_outputs, out.stride(0) // 16, weights_Tk.shape[1],
+        alpha, limit, **constants, **overlap(x.device),
     )  # fmt: skip

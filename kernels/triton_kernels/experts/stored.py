@@ -11,6 +11,35 @@ import triton.language as tl
 from tandem.kernels.triton_kernels.common import INTERPRETED
 from tandem.kernels.triton_kernels.products.matmul_quantised import in_order, widened
 
+# What `eight_e2m1` does of a word and of two powers of two.
+EIGHT_E2M1: tl.constexpr = tl.constexpr(
+    """{ .reg .b32 a, b, c, d, s, z;
+    mov.b32 z, 0x80008000;
+    shl.b32 a, $8, 6;
+    shl.b32 b, $8, 2;
+    shr.b32 c, $8, 2;
+    shr.b32 d, $8, 6;
+    and.b32 a, a, 0x01c001c0;
+    and.b32 b, b, 0x01c001c0;
+    and.b32 c, c, 0x01c001c0;
+    and.b32 d, d, 0x01c001c0;
+    shl.b32 s, $8, 12;
+    lop3.b32 a, s, z, a, 0xea;
+    shl.b32 s, $8, 8;
+    lop3.b32 b, s, z, b, 0xea;
+    shl.b32 s, $8, 4;
+    lop3.b32 c, s, z, c, 0xea;
+    lop3.b32 d, $8, z, d, 0xea;
+    fma.rn.bf16x2 a, a, $9, z;
+    fma.rn.bf16x2 b, b, $9, z;
+    fma.rn.bf16x2 c, c, $9, z;
+    fma.rn.bf16x2 d, d, $9, z;
+    mov.b32 {$0, $4}, a;
+    mov.b32 {$1, $5}, b;
+    mov.b32 {$2, $6}, c;
+    mov.b32 {$3, $7}, d; }"""
+)
+
 
 @triton.jit
 def load_scales(marks, first, row, TILE_K: tl.constexpr, GROUP: tl.constexpr):
@@ -63,31 +92,7 @@ def eight_e2m1(words, exponents, DTYPE: tl.constexpr):
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 a, b, c, d, s, z;
-            mov.b32 z, 0x80008000;
-            shl.b32 a, $8, 6;
-            shl.b32 b, $8, 2;
-            shr.b32 c, $8, 2;
-            shr.b32 d, $8, 6;
-            and.b32 a, a, 0x01c001c0;
-            and.b32 b, b, 0x01c001c0;
-            and.b32 c, c, 0x01c001c0;
-            and.b32 d, d, 0x01c001c0;
-            shl.b32 s, $8, 12;
-            lop3.b32 a, s, z, a, 0xea;
-            shl.b32 s, $8, 8;
-            lop3.b32 b, s, z, b, 0xea;
-            shl.b32 s, $8, 4;
-            lop3.b32 c, s, z, c, 0xea;
-            lop3.b32 d, $8, z, d, 0xea;
-            fma.rn.bf16x2 a, a, $9, z;
-            fma.rn.bf16x2 b, b, $9, z;
-            fma.rn.bf16x2 c, c, $9, z;
-            fma.rn.bf16x2 d, d, $9, z;
-            mov.b32 {$0, $4}, a;
-            mov.b32 {$1, $5}, b;
-            mov.b32 {$2, $6}, c;
-            mov.b32 {$3, $7}, d; }""",
+            EIGHT_E2M1,
             "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, ((exponents + 126) << 7) * 0x10001],
             (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             True, 1,
