@@ -17,8 +17,8 @@ from product_steps import measure_limits, random_matrix, replay_ms
 from tandem.kernels.experts.mixture import Stack, run_plan
 from tandem.kernels.experts.plans import (
     TILES_M,
-    Few4BitPlan,
     FewPlan,
+    FewQuantisedPlan,
     GluonType,
     GroupedPlan,
     MixturePlan,
@@ -26,8 +26,8 @@ from tandem.kernels.experts.plans import (
     Routing,
     StreamedPlan,
     choose_plan,
-    few_4bit_plan,
     few_plan,
+    few_quantised_plan,
     grouped_plan,
     streamed_plan,
 )
@@ -81,10 +81,10 @@ FP8_ONE_ROW = (
     ((4, 2048, 4), (8, 2048, 4), (8, 1024, 4), (16, 1024, 4), (4, 2048, 2), (8, 2048, 8)),
     ((8, 256, 4), (16, 256, 4), (32, 256, 4), (16, 256, 2), (8, 256, 2), (4, 256, 1)),
 )
-# Of 4 bits: outputs of a warp, steps ahead, warps.
-FOUR_BIT_ONE_ROW = (
+# Of 8 and 4 bits in Gluon: outputs of a warp, steps ahead, warps.
+QUANTISED_ONE_ROW = (
     ((4, 4, 4), (4, 4, 8), (2, 4, 4), (4, 1, 8), (8, 2, 4), (4, 2, 8)),
-    ((2, 4, 8), (2, 3, 8), (2, 6, 8), (4, 3, 8), (4, 2, 4), (1, 4, 8)),
+    ((2, 4, 8), (2, 3, 8), (2, 6, 8), (4, 3, 8), (4, 2, 4), (1, 4, 8), (2, 2, 8)),
 )
 # Of e2m1 by the tensor cores, for inputs that 64 divides and 128 doesn't.
 E2M1_FEW_ROWS = (
@@ -101,14 +101,14 @@ STREAMED = ((2, 2, 8, 128), (1, 4, 8, 128), (1, 4, 4, 128), (2, 2, 4, 0), (2, 4,
 
 def candidates(
     base: MixturePlan, sizes: MixtureSizes
-) -> list[list[FewPlan | Few4BitPlan | GroupedPlan | StreamedPlan]]:
+) -> list[list[FewPlan | FewQuantisedPlan | GroupedPlan | StreamedPlan]]:
     """Plans worth trying, of both products."""
     if isinstance(base.gate_up, StreamedPlan):
         plans = [StreamedPlan(base.gate_up.tile_m, *each) for each in STREAMED]
         outputs = ((sizes.width, True), (sizes.hidden, False))
         return [[each for each in plans if n % each.outputs(is_gated=gated) == 0] for n, gated in outputs]
-    if isinstance(base.gate_up, Few4BitPlan):
-        return [[Few4BitPlan(*each) for each in some] for some in FOUR_BIT_ONE_ROW]
+    if isinstance(base.gate_up, FewQuantisedPlan):
+        return [[FewQuantisedPlan(*each) for each in some] for some in QUANTISED_ONE_ROW]
     if isinstance(base.gate_up, FewPlan):
         inputs = (sizes.hidden, sizes.width)
         tried = FP8_ONE_ROW if sizes.bits else ONE_ROW
@@ -133,7 +133,7 @@ def bases(num_tokens: int, sizes: MixtureSizes) -> list[MixturePlan]:
     shipped = choose_plan(num_tokens, sizes)
     mean = num_tokens * sizes.top_k / sizes.num_experts
     tiles = [tile for tile in TILES_M if mean / 2 <= tile <= max(16, 8 * mean)] or [TILES_M[-1]]
-    others = [few_plan(sizes), few_4bit_plan(sizes)] if num_tokens <= 16 else []
+    others = [few_plan(sizes), few_quantised_plan(sizes)] if num_tokens <= 16 else []
     if sizes.bits == 4:
         others += [streamed_plan(tile, sizes, is_spread=False) for tile in (8, 16) if tile >= mean / 2]
     if sizes.bits != 8:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 GluonType = Literal["", "bf16", "fp16"]
 NOT_HERE = -1  # an id: another rank has the expert
 MOST_FEW_TOKENS = 4  # that take the way without tensor cores; a guess
-MOST_4BIT_TOKENS = 4  # the same over 4 bits: docs/measurements.md#experts-of-4-bits-straight-to-registers
+MOST_QUANTISED_TOKENS = 4  # the same over 8 and 4 bits in Gluon: docs/measurements.md#few-rows-an-expert
 SPARE = 1.5  # tiles have room for so many times the rows that an expert has on average; a guess
 LANE_INPUTS = 32  # of a word's eight numbers of 4 bits, and those of its neighbours
 # Inputs of a tile of e2m1 for few rows, from so many such tiles a row on: steps wait for each other, and those of 64
@@ -19,10 +19,10 @@ LANE_INPUTS = 32  # of a word's eight numbers of 4 bits, and those of its neighb
 LONG_TILE, FEW_STEPS = 256, 2
 TILES_M = (16, 32, 64, 128)  # pairs of a tile; a guess
 # Pairs of a tile whose weights go straight to registers, and the most that an expert has on average then: of integers
-# and of e2m1, whose unpacking takes more (docs/measurements.md#experts-of-4-bits-straight-to-registers).
+# and of e2m1, whose unpacking takes more (docs/measurements.md#few-rows-an-expert).
 STREAMED_TILES, MOST_STREAMED, MOST_STREAMED_E2M1 = (8, 16), 16, 5
 STREAMED_INPUTS = 128  # of a step
-MOST_4BIT_INPUTS = 65536  # of a token's experts that few_4bit.py has room for in shared memory
+MOST_FEW_INPUTS = 65536  # of a token's experts that few_4bit.py has room for in shared memory
 FEW_PAIRS = 64  # so few of all experts together are spread over more programs; likewise
 
 
@@ -67,9 +67,9 @@ class FewPlan(NamedTuple):
     warps: int
 
 
-class Few4BitPlan(NamedTuple):
-    """The constants of triton_kernels/experts/few_4bit.py: `outputs` of a warp, and steps of 1,024 inputs that weights
-    are asked for `ahead`, where there are as many."""
+class FewQuantisedPlan(NamedTuple):
+    """The constants of triton_kernels/experts/few_4bit.py and few_8bit.py: `outputs` of a warp, and how many steps
+    `ahead` weights are asked for, where there are as many."""
 
     outputs: int
     ahead: int
@@ -132,11 +132,11 @@ class MixtureSizes(NamedTuple):
 
 
 class MixturePlan(NamedTuple):
-    """The plans of both products: FewPlans, Few4BitPlans, or GroupedPlans or StreamedPlans of one `tile_m`. `rounded`:
-    activations become e4m3, for fp8 products."""
+    """The plans of both products: FewPlans, FewQuantisedPlans, or GroupedPlans or StreamedPlans of one `tile_m`.
+    `rounded`: activations become e4m3, for fp8 products."""
 
-    gate_up: FewPlan | Few4BitPlan | GroupedPlan | StreamedPlan
-    down: FewPlan | Few4BitPlan | GroupedPlan | StreamedPlan
+    gate_up: FewPlan | FewQuantisedPlan | GroupedPlan | StreamedPlan
+    down: FewPlan | FewQuantisedPlan | GroupedPlan | StreamedPlan
     rounded: bool = False
 
 
@@ -155,8 +155,8 @@ def inputs_of_a_scale(group: int, bits: int, num_inputs: int) -> int:
 def choose_plan(num_tokens: int, sizes: MixtureSizes, num_experts: int | None = None) -> MixturePlan | None:
     """The plan for so many tokens; None: the kernels serve no such sizes. `num_experts`: how many the model has, where
     some are elsewhere."""
-    few = few_plan(sizes) if num_tokens <= MOST_FEW_TOKENS else None
-    few = few or (few_4bit_plan(sizes) if num_tokens <= MOST_4BIT_TOKENS else None)
+    few = few_quantised_plan(sizes) if num_tokens <= MOST_QUANTISED_TOKENS else None
+    few = few or (few_plan(sizes) if num_tokens <= MOST_FEW_TOKENS else None)
     if few is not None:
         return few
     mean = num_tokens * sizes.top_k / (num_experts or sizes.num_experts)
@@ -171,7 +171,7 @@ def choose_plan(num_tokens: int, sizes: MixtureSizes, num_experts: int | None = 
 def every_plan(sizes: MixtureSizes) -> tuple[MixturePlan, ...]:
     """All plans that `choose_plan` can name."""
     streamed = (streamed_plan(tile, sizes, is_spread=each) for tile in STREAMED_TILES for each in (True, False))
-    plans = (few_plan(sizes), few_4bit_plan(sizes), *streamed, *(grouped_plan(tile, sizes) for tile in TILES_M))
+    plans = (few_quantised_plan(sizes), few_plan(sizes), *streamed, *(grouped_plan(tile, sizes) for tile in TILES_M))
     return tuple(dict.fromkeys(plan for plan in plans if plan is not None))
 
 
@@ -183,16 +183,17 @@ def few_plan(sizes: MixtureSizes) -> MixturePlan | None:
     return None if gate_up is None or down is None else MixturePlan(gate_up, down)
 
 
-def few_4bit_plan(sizes: MixtureSizes) -> MixturePlan | None:
-    """The plan of very few rows over 4 bits; None: they have other bits, or no tile fits. Both products are the fastest
-    over three models' shapes, or within a tenth."""
-    gate_up, down = Few4BitPlan(4, 4, 4), Few4BitPlan(2, 4, 8)
-    if sizes.bits != 4 or sizes.gluon != "bf16" or sizes.top_k * sizes.width > MOST_4BIT_INPUTS:
+def few_quantised_plan(sizes: MixtureSizes) -> MixturePlan | None:
+    """The plan of very few rows over 8 or 4 bits in Gluon; None: they have others, or no tile fits. Both products are
+    the fastest over three models' shapes, or within a tenth."""
+    if not sizes.bits or sizes.gluon != "bf16" or sizes.top_k * sizes.width > MOST_FEW_INPUTS:
         return None
-    whole = sizes.group or LANE_INPUTS
-    if any(size % whole or size % LANE_INPUTS for size in (sizes.hidden, sizes.width)):
+    if sizes.bits == 8 and (sizes.has_bias or sizes.clamp):
         return None
-    return MixturePlan(gate_up, down)
+    whole = sizes.group or 1
+    if any(size % whole or size % LANE_INPUTS or whole % 16 not in (0, 1) for size in (sizes.hidden, sizes.width)):
+        return None
+    return MixturePlan(FewQuantisedPlan(4, 4, 4), FewQuantisedPlan(2, 4 if sizes.bits == 4 else 2, 8))
 
 
 def streamed_plan(tile_m: int, sizes: MixtureSizes, *, is_spread: bool) -> MixturePlan | None:

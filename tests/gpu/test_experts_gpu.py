@@ -12,7 +12,16 @@ from tandem.engine.contracts.config_json.mixture_config import MixtureConfig
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.models.mixture_layer import MixtureOfExperts
 from tandem.kernels.experts.mixture import GLUON_TYPES, mixture, run_plan, serves
-from tandem.kernels.experts.plans import NOT_HERE, Clamp, GluonType, MixtureSizes, Routing, StreamedPlan, every_plan
+from tandem.kernels.experts.plans import (
+    NOT_HERE,
+    Clamp,
+    GluonType,
+    GroupedPlan,
+    MixtureSizes,
+    Routing,
+    StreamedPlan,
+    every_plan,
+)
 from tandem.kernels.experts.routing import route
 from tandem.kernels.experts.stacked import StackedWeight, empty_stacked, stacked_mxfp4
 from tandem.kernels.products.fused_ops import rms_norm
@@ -92,6 +101,11 @@ def test_every_plan_makes_what_the_experts_make(sizes: MixtureSizes, dtype: torc
             assert torch.equal(out, run_plan(plan, x, ids, weights, gate_up, down)), plan
 
 
+def gluon_of(dtype: torch.dtype) -> GluonType:
+    """What sizes say of kernels in Gluon there."""
+    return GLUON_TYPES.get(dtype, "") if is_hopper(CUDA) else ""
+
+
 def in_e4m3(plain_XNK: torch.Tensor, group: int) -> StackedWeight:
     """The matrices in e4m3, a scale an output, or one a group."""
     made = empty_stacked(*plain_XNK.shape, group, CUDA)
@@ -109,23 +123,19 @@ def in_e4m3(plain_XNK: torch.Tensor, group: int) -> StackedWeight:
 def test_every_plan_over_e4m3_makes_what_dequantised_experts_make(
     sizes: MixtureSizes, group: int, dtype: torch.dtype
 ) -> None:
-    sizes = sizes._replace(element_bytes=dtype.itemsize, bits=8, group=group)
+    sizes = sizes._replace(element_bytes=dtype.itemsize, bits=8, group=group, gluon=gluon_of(dtype))
     for num_tokens in (1, 3, 61, 700):
         x, ids, weights, gate_up, down = made(num_tokens, sizes, dtype)
         gate_up, down = in_e4m3(gate_up, group), in_e4m3(down, group)
         assert serves(x, ids, gate_up, down)
         exact = twins.mixture(x.double(), ids, weights.double(), gate_up, down)
         plans = every_plan(sizes)
-        for plan in (*plans, plans[1]._replace(rounded=False)):
+        grouped = next(plan for plan in plans if isinstance(plan.down, GroupedPlan))
+        for plan in (*plans, grouped._replace(rounded=False)):
             out = run_plan(plan, x, ids, weights, gate_up, down)
             most = 8e-2 if plan.rounded else 8e-3 if dtype == torch.bfloat16 else 1e-5
             assert relative_error(out, exact) < most, plan
             assert torch.equal(out, run_plan(plan, x, ids, weights, gate_up, down)), plan
-
-
-def gluon_of(dtype: torch.dtype) -> GluonType:
-    """What sizes say of kernels in Gluon there."""
-    return GLUON_TYPES.get(dtype, "") if is_hopper(CUDA) else ""
 
 
 def in_integers(num_experts: int, num_outputs: int, num_inputs: int, group: int, scales: torch.dtype) -> StackedWeight:

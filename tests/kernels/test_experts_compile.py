@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed: nothing to compile")
 
@@ -17,8 +18,8 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from tandem.kernels.experts.plans import (  # noqa: E402
-    Few4BitPlan,
     FewPlan,
+    FewQuantisedPlan,
     GroupedPlan,
     MixtureSizes,
     StreamedPlan,
@@ -26,12 +27,8 @@ from tandem.kernels.experts.plans import (  # noqa: E402
     every_plan,
 )
 from tandem.kernels.products.matmul_plans import SHARED_BYTES  # noqa: E402
-from tandem.kernels.triton_kernels.experts import launch, route, sort  # noqa: E402
+from tandem.kernels.triton_kernels.experts import few_4bit, few_8bit, launch, route, sort  # noqa: E402
 from tandem.kernels.triton_kernels.experts.few import few_down_kernel, few_gate_up_kernel  # noqa: E402
-from tandem.kernels.triton_kernels.experts.few_4bit import (  # noqa: E402
-    few_4bit_down_kernel,
-    few_4bit_gate_up_kernel,
-)
 from tandem.kernels.triton_kernels.experts.grouped import add_up_kernel, grouped_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.experts.streamed import streamed_kernel  # noqa: E402
 
@@ -43,6 +40,7 @@ TYPES = {
 UNUSED = {"zeros": "*fp32", "counts": "*fp32", "alpha": "fp32", "limit": "fp32"}
 QWEN3_30B = MixtureSizes(128, 8, 2048, 768)
 QWEN3_30B_INT4 = QWEN3_30B._replace(bits=4, group=128, gluon="bf16")
+QWEN3_30B_FP8 = QWEN3_30B._replace(bits=8, group=128, gluon="bf16")
 GPT_OSS = MixtureSizes(32, 4, 2880, 2880, bits=4, is_e2m1=True, group=32, has_bias=True, gluon="bf16")
 
 
@@ -107,27 +105,34 @@ def test_products_over_e2m1_compile() -> None:
     assert "fma.rn.bf16x2" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("sizes", [QWEN3_30B_INT4, QWEN3_30B_INT4._replace(group=32), GPT_OSS])
-def test_products_of_very_few_rows_over_4_bits_compile(sizes: MixtureSizes) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [QWEN3_30B_INT4, QWEN3_30B_INT4._replace(group=32), GPT_OSS, QWEN3_30B_FP8, QWEN3_30B_FP8._replace(group=0)],
+)
+def test_products_of_very_few_rows_over_quantised_experts_compile(sizes: MixtureSizes) -> None:
     plan = choose_plan(1, sizes)
     assert plan is not None
-    assert isinstance(plan.gate_up, Few4BitPlan)
-    assert isinstance(plan.down, Few4BitPlan)
-    numbers, stored = ("*u8" if sizes.is_e2m1 else "*fp16"), {"is_e2m1": sizes.is_e2m1, "group": sizes.group}
-    types = {**TYPES, **UNUSED, "x": "*i32", "weight": "*i32", "scales": numbers, "zeros": numbers}
-    constants = launch.few_4bit_constants(
-        plan.gate_up, sizes.hidden, all_inputs=sizes.hidden, **stored, has_bias=sizes.has_bias
+    assert isinstance(plan.gate_up, FewQuantisedPlan)
+    assert isinstance(plan.down, FewQuantisedPlan)
+    scales = "*u8" if sizes.is_e2m1 else "*fp16" if sizes.bits == 4 else "*fp32"
+    types = {**TYPES, **UNUSED, "weight": "*fp8e4nv", "scales": scales, "zeros": scales}
+    of_clamp: dict[str, Any] = {}
+    if sizes.bits == 4:
+        types |= {"x": "*i32", "weight": "*i32"}
+        of_clamp = {"CLAMPED": sizes.is_e2m1}
+    few = few_4bit if sizes.bits == 4 else few_8bit
+    gate_up_kernel, down_kernel = (getattr(few, f"few_{sizes.bits}bit_{name}_kernel") for name in ("gate_up", "down"))
+    empty = torch.empty(0)
+    weight = launch.Stored(
+        empty, empty, empty, empty, 0, 0, sizes.bits, sizes.is_e2m1, 0 if sizes.is_e2m1 else sizes.group, sizes.has_bias
     )
-    constants["CLAMPED"] = sizes.is_e2m1
-    gate_up = compile_kernel(few_4bit_gate_up_kernel, types, constants, source=GluonASTSource)
-    constants = launch.few_4bit_constants(
-        plan.down, sizes.width, all_inputs=sizes.top_k * sizes.width, **stored, has_bias=sizes.has_bias
-    )
-    constants["TOP_K"] = sizes.top_k
-    down = compile_kernel(few_4bit_down_kernel, types, constants, source=GluonASTSource)
+    constants = launch.few_quantised_constants(plan.gate_up, weight, sizes.hidden, sizes.hidden) | of_clamp
+    gate_up = compile_kernel(gate_up_kernel, types, constants, source=GluonASTSource)
+    constants = launch.few_quantised_constants(plan.down, weight, sizes.width, sizes.top_k * sizes.width)
+    down = compile_kernel(down_kernel, types, constants | {"TOP_K": sizes.top_k}, source=GluonASTSource)
     for compiled in (gate_up, down):
         assert "ld.global.cg.v4" in compiled.asm["ptx"], "weights are not read in long pieces"
-        assert "dp4a.u32.s32" in compiled.asm["ptx"]
+        assert ("dp4a.u32.s32" if sizes.bits == 4 else "cvt.rn.f16x2.e4m3x2") in compiled.asm["ptx"]
         assert compiled.metadata.shared <= SHARED_BYTES
 
 
@@ -200,6 +205,7 @@ def test_every_number_of_tokens_takes_a_plan_that_was_tried() -> None:
         MixtureSizes(64, 6, 2048, 1408),
         MixtureSizes(4, 2, 64, 32, 4),
         QWEN3_30B_INT4,
+        QWEN3_30B_FP8,
         GPT_OSS,
     ):
         tried = every_plan(sizes)

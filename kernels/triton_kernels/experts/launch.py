@@ -8,8 +8,8 @@ import torch
 
 from tandem.kernels.experts.plans import (
     Clamp,
-    Few4BitPlan,
     FewPlan,
+    FewQuantisedPlan,
     GroupedPlan,
     MixturePlan,
     StreamedPlan,
@@ -23,7 +23,7 @@ from tandem.kernels.triton_kernels.experts.grouped import add_up_kernel, grouped
 from tandem.kernels.triton_kernels.experts.sort import sort_triton
 
 
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
     """What kernels take of a matrix. What it lacks, scales, zero points or a bias, is never read. Strides are in 16
     elements, or of quantised ones in 16 bytes."""
 
@@ -39,7 +39,7 @@ class _Stored(NamedTuple):
     has_bias: bool = False
 
     @classmethod
-    def of(cls, weight: torch.Tensor | StackedWeight) -> _Stored:
+    def of(cls, weight: torch.Tensor | StackedWeight) -> Stored:
         values = weight if isinstance(weight, torch.Tensor) else weight.values
         expert, row, _ = (stride // 16 for stride in values.stride())
         if isinstance(weight, torch.Tensor):
@@ -82,15 +82,16 @@ def few_constants(
     }  # fmt: skip
 
 
-def few_4bit_constants(
-    plan: Few4BitPlan, num_inputs: int, *, all_inputs: int, is_e2m1: bool, group: int, has_bias: bool
-) -> dict[str, Any]:
+def few_quantised_constants(plan: FewQuantisedPlan, weight: Stored, num_inputs: int, all_inputs: int) -> dict[str, Any]:
     """`all_inputs`: of all experts that a program multiplies with."""
-    steps = cdiv(all_inputs, 1024)
-    return {
-        "K": num_inputs, "OUTPUTS": plan.outputs, "AHEAD": min(plan.ahead, steps), "ROOM": next_power_of_2(steps) * 32,
-        "E2M1": is_e2m1, "GROUP": group, "HAS_BIAS": has_bias, "num_warps": plan.warps,
+    steps = cdiv(all_inputs, 1024 if weight.bits == 4 else 512)
+    common = {
+        "K": num_inputs, "OUTPUTS": plan.outputs, "AHEAD": min(plan.ahead, steps),
+        "GROUP": weight.group or num_inputs, "num_warps": plan.warps,
     }  # fmt: skip
+    if weight.bits == 8:
+        return common
+    return common | {"ROOM": next_power_of_2(steps) * 32, "E2M1": weight.is_e2m1, "HAS_BIAS": weight.has_bias}
 
 
 def streamed_constants(
@@ -127,7 +128,7 @@ def launch(
     """
     (num_experts, hidden, width), num_tokens, num_pairs = down_XEF.shape, len(x_TE), ids_Tk.numel()
     dtype, device = x_TE.dtype, x_TE.device
-    gate_up, down = _Stored.of(gate_up_XGE), _Stored.of(down_XEF)
+    gate_up, down = Stored.of(gate_up_XGE), Stored.of(down_XEF)
     activated = torch.empty((num_pairs, width), dtype=dtype, device=device)
     out = torch.empty((num_tokens, hidden), dtype=dtype, device=device) if norm is None else x_TE
     if isinstance(plan.gate_up, FewPlan):
@@ -136,11 +137,11 @@ def launch(
         _launch_few(plan.gate_up, plan.down, x_TE, ids_Tk, weights_Tk, gate_up, down, activated, out, norm)
         return out
     assert norm is None, f"{plan} takes x as it is"
-    if isinstance(plan.gate_up, Few4BitPlan):
-        assert isinstance(plan.down, Few4BitPlan), f"{plan} mixes ways"
-        _launch_few_4bit(plan.gate_up, plan.down, x_TE, ids_Tk, weights_Tk, gate_up, down, activated, out, clamp)
+    if isinstance(plan.gate_up, FewQuantisedPlan):
+        assert isinstance(plan.down, FewQuantisedPlan), f"{plan} mixes ways"
+        _launch_few_quantised(plan.gate_up, plan.down, x_TE, ids_Tk, weights_Tk, gate_up, down, activated, out, clamp)
         return out
-    assert not isinstance(plan.down, FewPlan | Few4BitPlan), f"{plan} mixes ways"
+    assert not isinstance(plan.down, FewPlan | FewQuantisedPlan), f"{plan} mixes ways"
     assert plan.down.tile_m == plan.gate_up.tile_m, f"{plan} cuts rows in two ways"
     order, tiles = sort_triton(ids_Tk, num_experts, plan.gate_up.tile_m)
     products = torch.empty((num_pairs, hidden), dtype=dtype, device=device)
@@ -164,8 +165,8 @@ def _launch_few(
     x_TE: torch.Tensor,
     ids_Tk: torch.Tensor,
     weights_Tk: torch.Tensor,
-    gate_up: _Stored,
-    down: _Stored,
+    gate_up: Stored,
+    down: Stored,
     activated: torch.Tensor,
     out: torch.Tensor,
     norm: tuple[torch.Tensor, float] | None,
@@ -186,45 +187,51 @@ def _launch_few(
     )  # fmt: skip
 
 
-def _launch_few_4bit(
-    gate_up_plan: Few4BitPlan,
-    down_plan: Few4BitPlan,
+def _launch_few_quantised(
+    gate_up_plan: FewQuantisedPlan,
+    down_plan: FewQuantisedPlan,
     x_TE: torch.Tensor,
     ids_Tk: torch.Tensor,
     weights_Tk: torch.Tensor,
-    gate_up: _Stored,
-    down: _Stored,
+    gate_up: Stored,
+    down: Stored,
     activated: torch.Tensor,
     out: torch.Tensor,
     clamp: Clamp | None,
 ) -> None:
-    from tandem.kernels.triton_kernels.experts import few_4bit  # not every Triton has Gluon
+    from tandem.kernels.triton_kernels.experts import few_4bit, few_8bit  # not every Triton has Gluon
 
     (num_tokens, top_k), hidden, width = ids_Tk.shape, out.shape[1], activated.shape[1]
-    (alpha, limit), pairs = clamp or (1.0, 0.0), torch.int32
-    constants = few_4bit_constants(
-        gate_up_plan, hidden, all_inputs=hidden, is_e2m1=gate_up.is_e2m1, group=gate_up.group or 32,
-        has_bias=gate_up.has_bias,
-    )  # fmt: skip
-    few_4bit.few_4bit_gate_up_kernel[(2 * width // (gate_up_plan.outputs * gate_up_plan.warps), num_tokens * top_k)](
-        x_TE.view(pairs), gate_up.values, gate_up.scales, gate_up.zeros, gate_up.bias, ids_Tk, activated,
-        x_TE.stride(0) // 16, gate_up.row, gate_up.expert, width, top_k, alpha, limit, CLAMPED=clamp is not None,
-        **constants, **overlap(x_TE.device),
-    )  # fmt: skip
-    constants = few_4bit_constants(
-        down_plan, width, all_inputs=top_k * width, is_e2m1=down.is_e2m1, group=down.group or 32,
-        has_bias=down.has_bias,
-    )  # fmt: skip
-    few_4bit.few_4bit_down_kernel[(hidden // (down_plan.outputs * down_plan.warps), num_tokens)](
-        activated.view(pairs), down.values, down.scales, down.zeros, down.bias, ids_Tk, weights_Tk, out,
-        down.row, down.expert, hidden, TOP_K=top_k, **constants, **overlap(x_TE.device),
-    )  # fmt: skip
+    gate_up_grid = 2 * width // (gate_up_plan.outputs * gate_up_plan.warps), num_tokens * top_k
+    down_grid = hidden // (down_plan.outputs * down_plan.warps), num_tokens
+    gate_up_places = x_TE.stride(0) // 16, gate_up.row, gate_up.expert, width, top_k
+    alpha, limit = clamp or (1.0, 0.0)
+    of_gate_up = few_quantised_constants(gate_up_plan, gate_up, hidden, hidden)
+    of_down = few_quantised_constants(down_plan, down, width, top_k * width) | {"TOP_K": top_k}
+    if gate_up.bits == 4:
+        few_4bit.few_4bit_gate_up_kernel[gate_up_grid](
+            x_TE.view(torch.int32), gate_up.values, gate_up.scales, gate_up.zeros, gate_up.bias, ids_Tk, activated,
+            *gate_up_places, alpha, limit, CLAMPED=clamp is not None, **of_gate_up, **overlap(x_TE.device),
+        )  # fmt: skip
+        few_4bit.few_4bit_down_kernel[down_grid](
+            activated.view(torch.int32), down.values, down.scales, down.zeros, down.bias, ids_Tk, weights_Tk, out,
+            down.row, down.expert, hidden, **of_down, **overlap(x_TE.device),
+        )  # fmt: skip
+    else:
+        few_8bit.few_8bit_gate_up_kernel[gate_up_grid](
+            x_TE, gate_up.values, gate_up.scales, ids_Tk, activated, *gate_up_places, **of_gate_up,
+            **overlap(x_TE.device),
+        )  # fmt: skip
+        few_8bit.few_8bit_down_kernel[down_grid](
+            activated, down.values, down.scales, ids_Tk, weights_Tk, out, down.row, down.expert, hidden, **of_down,
+            **overlap(x_TE.device),
+        )  # fmt: skip
 
 
 def _launch_grouped(
     plan: GroupedPlan,
     x: torch.Tensor,
-    weight: _Stored,
+    weight: Stored,
     out: torch.Tensor,
     *,
     order: torch.Tensor,
@@ -255,7 +262,7 @@ def _launch_grouped(
 def _launch_streamed(
     plan: StreamedPlan,
     x: torch.Tensor,
-    weight: _Stored,
+    weight: Stored,
     out: torch.Tensor,
     *,
     order: torch.Tensor,
