@@ -116,11 +116,11 @@ def run_plan(
 
 def _sizes(x_TE: torch.Tensor, ids_Tk: torch.Tensor, down_XEF: Stack, clamp: Clamp | None = None) -> MixtureSizes:
     num_experts, hidden, width = down_XEF.shape
-    sizes = MixtureSizes(num_experts, ids_Tk.shape[1], hidden, width, x_TE.element_size(), clamp=clamp)
-    if not isinstance(down_XEF, StackedWeight):
-        return sizes
-    has_bias, is_e2m1 = down_XEF.bias is not None, down_XEF.is_e2m1
     gluon: GluonType = GLUON_TYPES.get(x_TE.dtype, "") if is_hopper(x_TE.device) else ""
+    sizes = MixtureSizes(num_experts, ids_Tk.shape[1], hidden, width, x_TE.element_size(), clamp=clamp)
+    if not isinstance(down_XEF, StackedWeight):  # matrices of experts are loaded as if they were one
+        return sizes._replace(gluon=gluon if down_XEF.is_contiguous() else "")
+    has_bias, is_e2m1 = down_XEF.bias is not None, down_XEF.is_e2m1
     return sizes._replace(bits=down_XEF.bits, is_e2m1=is_e2m1, group=down_XEF.group, has_bias=has_bias, gluon=gluon)
 
 

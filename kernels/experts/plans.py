@@ -23,6 +23,7 @@ TILES_M = (16, 32, 64, 128)  # pairs of a tile; a guess
 STREAMED_TILES, MOST_STREAMED, MOST_STREAMED_E2M1 = (8, 16), 16, 5
 STREAMED_INPUTS = 128  # of a step
 MOST_FEW_INPUTS = 65536  # of a token's experts that few_4bit.py has room for in shared memory
+RING_GATES, RING_OUTPUTS = 128, 256  # of a tile, of gate and up and of down
 FEW_PAIRS = 64  # so few of all experts together are spread over more programs; likewise
 
 
@@ -86,6 +87,19 @@ class GroupedPlan(NamedTuple):
     warps: int
 
 
+class GroupedRingPlan(NamedTuple):
+    """The constants of triton_kernels/experts/grouped_ring.py."""
+
+    tile_m: int
+    tile_k: int
+    stages: int
+
+
+RING_TILE = GroupedRingPlan(
+    128, 64, 4
+)  # tiles of 64 and 32 pairs take longer: docs/measurements.md#prompts-over-experts
+
+
 class StreamedPlan(NamedTuple):
     """The constants of triton_kernels/experts/streamed.py. `registers`: the most of a thread; 0: no bound."""
 
@@ -132,11 +146,11 @@ class MixtureSizes(NamedTuple):
 
 
 class MixturePlan(NamedTuple):
-    """The plans of both products: FewPlans, FewQuantisedPlans, or GroupedPlans or StreamedPlans of one `tile_m`.
-    `rounded`: activations become e4m3, for fp8 products."""
+    """The plans of both products: FewPlans, FewQuantisedPlans, or others of one `tile_m`. `rounded`: activations
+    become e4m3, for fp8 products."""
 
-    gate_up: FewPlan | FewQuantisedPlan | GroupedPlan | StreamedPlan
-    down: FewPlan | FewQuantisedPlan | GroupedPlan | StreamedPlan
+    gate_up: FewPlan | FewQuantisedPlan | StreamedPlan | GroupedPlan | GroupedRingPlan
+    down: FewPlan | FewQuantisedPlan | StreamedPlan | GroupedPlan | GroupedRingPlan
     rounded: bool = False
 
 
@@ -165,13 +179,16 @@ def choose_plan(num_tokens: int, sizes: MixtureSizes, num_experts: int | None = 
         streamed = streamed_plan(tile_m, sizes, is_spread=num_tokens * sizes.top_k <= FEW_PAIRS)
         if streamed is not None:
             return streamed
-    return grouped_plan(next((tile for tile in TILES_M if tile >= SPARE * mean), TILES_M[-1]), sizes)
+    tile_m = next((tile for tile in TILES_M if tile >= SPARE * mean), TILES_M[-1])
+    ring = ring_plan(sizes) if tile_m == RING_TILE.tile_m else None
+    return ring or grouped_plan(tile_m, sizes)
 
 
 def every_plan(sizes: MixtureSizes) -> tuple[MixturePlan, ...]:
     """All plans that `choose_plan` can name."""
     streamed = (streamed_plan(tile, sizes, is_spread=each) for tile in STREAMED_TILES for each in (True, False))
-    plans = (few_quantised_plan(sizes), few_plan(sizes), *streamed, *(grouped_plan(tile, sizes) for tile in TILES_M))
+    grouped = (grouped_plan(tile, sizes) for tile in TILES_M)
+    plans = (few_quantised_plan(sizes), few_plan(sizes), *streamed, *grouped, ring_plan(sizes))
     return tuple(dict.fromkeys(plan for plan in plans if plan is not None))
 
 
@@ -211,6 +228,14 @@ def streamed_plan(tile_m: int, sizes: MixtureSizes, *, is_spread: bool) -> Mixtu
     gate_up = next((each for each in gate_ups if sizes.width % each.outputs(is_gated=True) == 0), None)
     down = next((each for each in downs if sizes.hidden % each.outputs(is_gated=False) == 0), None)
     return None if gate_up is None or down is None else MixturePlan(gate_up, down)
+
+
+def ring_plan(sizes: MixtureSizes) -> MixturePlan | None:
+    """The plan of many rows in 16 bits in Gluon; None: they are stored otherwise, or no tile fits."""
+    if sizes.bits or not sizes.gluon or sizes.has_bias or sizes.clamp:
+        return None
+    has_whole_tiles = sizes.width % RING_GATES == sizes.hidden % RING_OUTPUTS == sizes.hidden % RING_TILE.tile_k == 0
+    return MixturePlan(RING_TILE, RING_TILE) if has_whole_tiles and sizes.width % RING_TILE.tile_k == 0 else None
 
 
 def _few(num_outputs: int, num_inputs: int, tile_n: int, most_inputs: int, group: int) -> FewPlan | None:

@@ -21,21 +21,29 @@ from tandem.kernels.experts.plans import (  # noqa: E402
     FewPlan,
     FewQuantisedPlan,
     GroupedPlan,
+    GroupedRingPlan,
     MixtureSizes,
     StreamedPlan,
     choose_plan,
     every_plan,
 )
 from tandem.kernels.products.matmul_plans import SHARED_BYTES  # noqa: E402
-from tandem.kernels.triton_kernels.experts import few_4bit, few_8bit, launch, route, sort  # noqa: E402
+from tandem.kernels.triton_kernels.experts import few_4bit, few_8bit, launch, launch_gluon, route, sort  # noqa: E402
 from tandem.kernels.triton_kernels.experts.few import few_down_kernel, few_gate_up_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.experts.grouped import add_up_kernel, grouped_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.experts.grouped_ring import (  # noqa: E402
+    BOX,
+    gather_rows_kernel,
+    grouped_ring_kernel,
+)
+from tandem.kernels.triton_kernels.experts.stored import Stored  # noqa: E402
 from tandem.kernels.triton_kernels.experts.streamed import streamed_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.products.matmul_launch import tile_layout  # noqa: E402
 
 TYPES = {
     "x": "*bf16", "weight": "*bf16", "y": "*bf16", "products": "*bf16", "logits": "*bf16", "bias": "*fp32",
     "weights": "*fp32", "ids": "*i32", "order": "*i32", "tiles": "*i32", "scales": "*fp32", "x_scales": "*fp32",
-    "tally": "*i32", "slots": "*i64",
+    "tally": "*i32", "slots": "*i64", "own_counts": "*fp32",
 }  # fmt: skip
 UNUSED = {"zeros": "*fp32", "counts": "*fp32", "alpha": "fp32", "limit": "fp32"}
 QWEN3_30B = MixtureSizes(128, 8, 2048, 768)
@@ -50,7 +58,8 @@ def compile_kernel(
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg") if name in constants}
     if "num_warps" in kernel.arg_names:  # of kernels in Gluon
         constants["num_warps"] = options["num_warps"]
-    constants["PDL"] = capability >= 90
+    if "PDL" in kernel.arg_names:
+        constants["PDL"] = capability >= 90
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     pointers = [place for place, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
     made = source(kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in pointers})
@@ -123,12 +132,12 @@ def test_products_of_very_few_rows_over_quantised_experts_compile(sizes: Mixture
     few = few_4bit if sizes.bits == 4 else few_8bit
     gate_up_kernel, down_kernel = (getattr(few, f"few_{sizes.bits}bit_{name}_kernel") for name in ("gate_up", "down"))
     empty = torch.empty(0)
-    weight = launch.Stored(
+    weight = Stored(
         empty, empty, empty, empty, 0, 0, sizes.bits, sizes.is_e2m1, 0 if sizes.is_e2m1 else sizes.group, sizes.has_bias
     )
-    constants = launch.few_quantised_constants(plan.gate_up, weight, sizes.hidden, sizes.hidden) | of_clamp
+    constants = launch_gluon.few_quantised_constants(plan.gate_up, weight, sizes.hidden, sizes.hidden) | of_clamp
     gate_up = compile_kernel(gate_up_kernel, types, constants, source=GluonASTSource)
-    constants = launch.few_quantised_constants(plan.down, weight, sizes.width, sizes.top_k * sizes.width)
+    constants = launch_gluon.few_quantised_constants(plan.down, weight, sizes.width, sizes.top_k * sizes.width)
     down = compile_kernel(down_kernel, types, constants | {"TOP_K": sizes.top_k}, source=GluonASTSource)
     for compiled in (gate_up, down):
         assert "ld.global.cg.v4" in compiled.asm["ptx"], "weights are not read in long pieces"
@@ -158,7 +167,7 @@ def test_products_whose_weights_go_straight_to_registers_compile(
     types = {**TYPES, **UNUSED, "weight": "*i32", "scales": numbers, "zeros": numbers, "x": f"*{dtype}"}
     for product, num_inputs, is_gated in ((plan.gate_up, sizes.hidden, True), (plan.down, sizes.width, False)):
         assert isinstance(product, StreamedPlan)
-        constants = launch.streamed_constants(
+        constants = launch_gluon.streamed_constants(
             product, num_inputs, is_gated=is_gated, is_e2m1=sizes.is_e2m1, group=sizes.group,
             has_bias=sizes.has_bias, clamped=is_gated and sizes.is_e2m1,
         )  # fmt: skip
@@ -187,6 +196,35 @@ def test_weights_go_straight_to_registers_where_experts_have_few_pairs() -> None
     assert len([plan for plan in tried if isinstance(plan.gate_up, StreamedPlan)]) == 4
 
 
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_products_of_many_rows_in_gluon_compile(is_gated: bool) -> None:
+    plan = choose_plan(8192, QWEN3_30B._replace(gluon="bf16"))
+    assert plan is not None
+    product = plan.gate_up
+    assert isinstance(product, GroupedRingPlan)
+    constants = launch_gluon.ring_constants(product, torch.bfloat16, is_gated=is_gated)
+    tiles = {"w_desc": (BOX.value, product.tile_k), "x_desc": (product.tile_m, product.tile_k)}
+    types = {**TYPES, **UNUSED}
+    for name, tile in tiles.items():
+        types[name] = f"tensordesc<bf16{list(tile)},{tile_layout(*tile, torch.bfloat16)!r}>"
+    compiled = compile_kernel(grouped_ring_kernel, types, constants, source=GluonASTSource)
+    assert "wgmma.mma_async.sync.aligned.m64n128k16" in compiled.asm["ptx"]
+    assert "cp.async.bulk.tensor.2d" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= SHARED_BYTES
+
+
+def test_rows_are_multiplied_in_gluon_where_experts_have_many() -> None:
+    def takes_ring(num_tokens: int, sizes: MixtureSizes) -> bool:
+        plan = choose_plan(num_tokens, sizes)
+        return plan is not None and isinstance(plan.gate_up, GroupedRingPlan)
+
+    sizes = QWEN3_30B._replace(gluon="bf16")
+    assert [takes_ring(tokens, sizes) for tokens in (1, 64, 682, 683, 8192)] == [False, False, False, True, True]
+    others: tuple[dict[str, Any], ...] = ({"gluon": ""}, {"width": 704}, {"hidden": 1920}, {"has_bias": True})
+    for other in others:
+        assert not takes_ring(8192, sizes._replace(**other))
+
+
 def test_what_lies_between_products_compiles() -> None:
     constants = {
         "NUM_EXPERTS": 256, "PADDED": 256, "TOP_K": 8, "TOP_K_PAD": 16, "SHARED": 1, "SIGMOID": True, "HAS_BIAS": True,
@@ -196,6 +234,7 @@ def test_what_lies_between_products_compiles() -> None:
     compile_kernel(route.route_kernel, {**TYPES, "factor": "fp32"}, constants)
     compile_kernel(sort.sort_kernel, TYPES, {"BLOCK": sort.MANY_PAIRS, "num_warps": 16})
     compile_kernel(add_up_kernel, TYPES, {"SIZE": 2048, "TOP_K": 8, "BLOCK": 1024, "num_warps": 4})
+    compile_kernel(gather_rows_kernel, {**TYPES, **UNUSED}, {"SIZE": 2880, "BLOCK": 2048, "ROWS": 4, "num_warps": 4})
 
 
 def test_every_number_of_tokens_takes_a_plan_that_was_tried() -> None:
@@ -204,6 +243,7 @@ def test_every_number_of_tokens_takes_a_plan_that_was_tried() -> None:
         MixtureSizes(8, 2, 4096, 14336),
         MixtureSizes(64, 6, 2048, 1408),
         MixtureSizes(4, 2, 64, 32, 4),
+        QWEN3_30B._replace(gluon="bf16"),
         QWEN3_30B_INT4,
         QWEN3_30B_FP8,
         GPT_OSS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,8 +12,6 @@ from tandem.kernels.experts.plans import (
     FewQuantisedPlan,
     GroupedPlan,
     MixturePlan,
-    StreamedPlan,
-    inputs_of_a_scale,
 )
 from tandem.kernels.experts.stacked import StackedWeight
 from tandem.kernels.products.fused_ops import quantise_rows
@@ -21,36 +19,7 @@ from tandem.kernels.triton_kernels.common import cdiv, next_power_of_2, overlap
 from tandem.kernels.triton_kernels.experts.few import few_down_kernel, few_gate_up_kernel
 from tandem.kernels.triton_kernels.experts.grouped import add_up_kernel, grouped_kernel
 from tandem.kernels.triton_kernels.experts.sort import sort_triton
-
-
-class Stored(NamedTuple):
-    """What kernels take of a matrix. What it lacks, scales, zero points or a bias, is never read. Strides are in 16
-    elements, or of quantised ones in 16 bytes."""
-
-    values: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor
-    bias: torch.Tensor
-    row: int
-    expert: int
-    bits: int = 0
-    is_e2m1: bool = False
-    group: int = 0
-    has_bias: bool = False
-
-    @classmethod
-    def of(cls, weight: torch.Tensor | StackedWeight) -> Stored:
-        values = weight if isinstance(weight, torch.Tensor) else weight.values
-        expert, row, _ = (stride // 16 for stride in values.stride())
-        if isinstance(weight, torch.Tensor):
-            return cls(values, values, values, values, row, expert)
-        if weight.bits == 4:
-            values = values.view(torch.int32)
-        scales, bias = weight.scales, weight.bias
-        zeros, has_bias = scales if weight.zeros is None else weight.zeros, bias is not None
-        group = 0 if weight.is_e2m1 else inputs_of_a_scale(weight.group, weight.bits, weight.shape[2])
-        bias = scales if bias is None else bias
-        return cls(values, scales, zeros, bias, row, expert, weight.bits, weight.is_e2m1, group, has_bias)
+from tandem.kernels.triton_kernels.experts.stored import Stored
 
 
 def grouped_constants(
@@ -82,35 +51,6 @@ def few_constants(
     }  # fmt: skip
 
 
-def few_quantised_constants(plan: FewQuantisedPlan, weight: Stored, num_inputs: int, all_inputs: int) -> dict[str, Any]:
-    """`all_inputs`: of all experts that a program multiplies with."""
-    steps = cdiv(all_inputs, 1024 if weight.bits == 4 else 512)
-    common = {
-        "K": num_inputs, "OUTPUTS": plan.outputs, "AHEAD": min(plan.ahead, steps),
-        "GROUP": weight.group or num_inputs, "num_warps": plan.warps,
-    }  # fmt: skip
-    if weight.bits == 8:
-        return common
-    return common | {"ROOM": next_power_of_2(steps) * 32, "E2M1": weight.is_e2m1, "HAS_BIAS": weight.has_bias}
-
-
-def streamed_constants(
-    plan: StreamedPlan,
-    num_inputs: int,
-    *,
-    is_gated: bool,
-    is_e2m1: bool = False,
-    group: int = 0,
-    has_bias: bool = False,
-    clamped: bool = False,
-) -> dict[str, Any]:
-    return {
-        "K": num_inputs, "TILE_M": plan.tile_m, "REPEATS": plan.repeats, "AHEAD": plan.ahead, "GATED": is_gated,
-        "E2M1": is_e2m1, "GROUP": group, "HAS_BIAS": has_bias, "CLAMPED": clamped, "num_warps": plan.warps,
-        **({"maxnreg": plan.registers} if plan.registers else {}),
-    }  # fmt: skip
-
-
 def launch(
     plan: MixturePlan,
     x_TE: torch.Tensor,
@@ -139,19 +79,24 @@ def launch(
     assert norm is None, f"{plan} takes x as it is"
     if isinstance(plan.gate_up, FewQuantisedPlan):
         assert isinstance(plan.down, FewQuantisedPlan), f"{plan} mixes ways"
-        _launch_few_quantised(plan.gate_up, plan.down, x_TE, ids_Tk, weights_Tk, gate_up, down, activated, out, clamp)
+        from tandem.kernels.triton_kernels.experts.launch_gluon import launch_few_quantised  # not every Triton has it
+
+        launch_few_quantised(plan.gate_up, plan.down, x_TE, ids_Tk, weights_Tk, gate_up, down, activated, out, clamp)
         return out
     assert not isinstance(plan.down, FewPlan | FewQuantisedPlan), f"{plan} mixes ways"
     assert plan.down.tile_m == plan.gate_up.tile_m, f"{plan} cuts rows in two ways"
     order, tiles = sort_triton(ids_Tk, num_experts, plan.gate_up.tile_m)
     products = torch.empty((num_pairs, hidden), dtype=dtype, device=device)
-    steps = ((plan.gate_up, x_TE, gate_up, activated, True), (plan.down, activated, down, products, False))
-    for part, rows, weight, results, is_gated in steps:
+    if isinstance(plan.gate_up, GroupedPlan):
+        assert isinstance(plan.down, GroupedPlan), f"{plan} mixes ways"
         common: dict[str, Any] = {"order": order, "tiles": tiles, "weights_Tk": weights_Tk, "clamp": clamp}
-        if isinstance(part, StreamedPlan):
-            _launch_streamed(part, rows, weight, results, **common, is_gated=is_gated)
-        else:
-            _launch_grouped(part, rows, weight, results, **common, rounded=plan.rounded, is_gated=is_gated)
+        common["rounded"] = plan.rounded
+        _launch_grouped(plan.gate_up, x_TE, gate_up, activated, **common, is_gated=True)
+        _launch_grouped(plan.down, activated, down, products, **common, is_gated=False)
+    else:
+        from tandem.kernels.triton_kernels.experts.launch_gluon import multiply  # not every Triton has Gluon
+
+        multiply(plan, x_TE, order, tiles, weights_Tk, gate_up, down, activated, products, clamp)
     block = min(1024, next_power_of_2(hidden))
     add_up_kernel[(num_tokens, cdiv(hidden, block))](
         products, ids_Tk, out, SIZE=hidden, TOP_K=ids_Tk.shape[1], BLOCK=block, num_warps=4, **overlap(device)
@@ -187,47 +132,6 @@ def _launch_few(
     )  # fmt: skip
 
 
-def _launch_few_quantised(
-    gate_up_plan: FewQuantisedPlan,
-    down_plan: FewQuantisedPlan,
-    x_TE: torch.Tensor,
-    ids_Tk: torch.Tensor,
-    weights_Tk: torch.Tensor,
-    gate_up: Stored,
-    down: Stored,
-    activated: torch.Tensor,
-    out: torch.Tensor,
-    clamp: Clamp | None,
-) -> None:
-    from tandem.kernels.triton_kernels.experts import few_4bit, few_8bit  # not every Triton has Gluon
-
-    (num_tokens, top_k), hidden, width = ids_Tk.shape, out.shape[1], activated.shape[1]
-    gate_up_grid = 2 * width // (gate_up_plan.outputs * gate_up_plan.warps), num_tokens * top_k
-    down_grid = hidden // (down_plan.outputs * down_plan.warps), num_tokens
-    gate_up_places = x_TE.stride(0) // 16, gate_up.row, gate_up.expert, width, top_k
-    alpha, limit = clamp or (1.0, 0.0)
-    of_gate_up = few_quantised_constants(gate_up_plan, gate_up, hidden, hidden)
-    of_down = few_quantised_constants(down_plan, down, width, top_k * width) | {"TOP_K": top_k}
-    if gate_up.bits == 4:
-        few_4bit.few_4bit_gate_up_kernel[gate_up_grid](
-            x_TE.view(torch.int32), gate_up.values, gate_up.scales, gate_up.zeros, gate_up.bias, ids_Tk, activated,
-            *gate_up_places, alpha, limit, CLAMPED=clamp is not None, **of_gate_up, **overlap(x_TE.device),
-        )  # fmt: skip
-        few_4bit.few_4bit_down_kernel[down_grid](
-            activated.view(torch.int32), down.values, down.scales, down.zeros, down.bias, ids_Tk, weights_Tk, out,
-            down.row, down.expert, hidden, **of_down, **overlap(x_TE.device),
-        )  # fmt: skip
-    else:
-        few_8bit.few_8bit_gate_up_kernel[gate_up_grid](
-            x_TE, gate_up.values, gate_up.scales, ids_Tk, activated, *gate_up_places, **of_gate_up,
-            **overlap(x_TE.device),
-        )  # fmt: skip
-        few_8bit.few_8bit_down_kernel[down_grid](
-            activated, down.values, down.scales, ids_Tk, weights_Tk, out, down.row, down.expert, hidden, **of_down,
-            **overlap(x_TE.device),
-        )  # fmt: skip
-
-
 def _launch_grouped(
     plan: GroupedPlan,
     x: torch.Tensor,
@@ -256,32 +160,4 @@ def _launch_grouped(
         x, x_scales, values, weight.scales, weight.zeros, weight.bias, order, tiles, weights_Tk, out,
         cdiv(num_inputs, plan.tile_k), tiles_n, x.stride(0) // 16, weight.row, weight.expert, num_outputs,
         out.stride(0) // 16, weights_Tk.shape[1], alpha, limit, **constants, **overlap(x.device),
-    )  # fmt: skip
-
-
-def _launch_streamed(
-    plan: StreamedPlan,
-    x: torch.Tensor,
-    weight: Stored,
-    out: torch.Tensor,
-    *,
-    order: torch.Tensor,
-    tiles: torch.Tensor,
-    weights_Tk: torch.Tensor,
-    clamp: Clamp | None,
-    is_gated: bool,
-) -> None:
-    from tandem.kernels.triton_kernels.experts.streamed import streamed_kernel  # not every Triton has Gluon
-
-    num_outputs, num_inputs = out.shape[1], x.shape[1]
-    tiles_n, (alpha, limit) = num_outputs // plan.outputs(is_gated=is_gated), clamp or (1.0, 0.0)
-    assert tiles_n * plan.outputs(is_gated=is_gated) == num_outputs, f"{plan} for {num_outputs} outputs"
-    constants = streamed_constants(
-        plan, num_inputs, is_gated=is_gated, is_e2m1=weight.is_e2m1, group=weight.group, has_bias=weight.has_bias,
-        clamped=is_gated and clamp is not None,
-    )  # fmt: skip
-    streamed_kernel[(len(tiles) * tiles_n,)](
-        x, weight.values, weight.scales, weight.zeros, weight.bias, order, tiles, weights_Tk, out,
-        tiles_n, x.stride(0) // 16, weight.row, weight.expert, num_outputs, out.stride(0) // 16, weights_Tk.shape[1],
-        alpha, limit, **constants, **overlap(x.device),
     )  # fmt: skip

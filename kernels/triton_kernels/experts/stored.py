@@ -5,11 +5,47 @@ Formats 1.0)."""
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
+from tandem.kernels.experts.plans import inputs_of_a_scale
+from tandem.kernels.experts.stacked import StackedWeight
 from tandem.kernels.triton_kernels.common import INTERPRETED
 from tandem.kernels.triton_kernels.products.matmul_quantised import in_order, widened
+
+
+class Stored(NamedTuple):
+    """What kernels take of a matrix. What it lacks, scales, zero points or a bias, is never read. Strides are in 16
+    elements, or of quantised ones in 16 bytes."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    bias: torch.Tensor
+    row: int
+    expert: int
+    bits: int = 0
+    is_e2m1: bool = False
+    group: int = 0
+    has_bias: bool = False
+
+    @classmethod
+    def of(cls, weight: torch.Tensor | StackedWeight) -> Stored:
+        values = weight if isinstance(weight, torch.Tensor) else weight.values
+        expert, row, _ = (stride // 16 for stride in values.stride())
+        if isinstance(weight, torch.Tensor):
+            return cls(values, values, values, values, row, expert)
+        if weight.bits == 4:
+            values = values.view(torch.int32)
+        scales, bias = weight.scales, weight.bias
+        zeros, has_bias = scales if weight.zeros is None else weight.zeros, bias is not None
+        group = 0 if weight.is_e2m1 else inputs_of_a_scale(weight.group, weight.bits, weight.shape[2])
+        bias = scales if bias is None else bias
+        return cls(values, scales, zeros, bias, row, expert, weight.bits, weight.is_e2m1, group, has_bias)
+
 
 # What `eight_e2m1` does of a word and of two powers of two.
 EIGHT_E2M1: tl.constexpr = tl.constexpr(

@@ -201,9 +201,9 @@ def launch_ring_int4(
     assert plan.is_valid(num_rows, num_outputs, num_inputs), f"{plan} for {num_rows} rows of {weight.shape}"
     assert weight.group % INT4_TILE_K == 0, f"groups of {weight.group}"
     matmul_ring_int4_kernel[(plan.grid(num_rows, num_outputs),)](
-        _describe(weight.words, plan.height, INT4_TILE_K // 8),
-        _describe(x_MK, plan.tile_m, INT4_TILE_K),
-        _describe(out_MN, *ring_int4_y_tile(plan, silu)),
+        describe(weight.words, plan.height, INT4_TILE_K // 8),
+        describe(x_MK, plan.tile_m, INT4_TILE_K),
+        describe(out_MN, *ring_int4_y_tile(plan, silu)),
         scales, zeros, scales if bias_N is None else bias_N, workspace, num_outputs, num_rows,
         num_inputs // INT4_TILE_K, plan.lanes(num_rows), scales.stride(0) // 8, launch_pdl=True,
         **ring_int4_constants(plan, num_inputs, weight.group, has_bias=bias_N is not None, silu=silu),
@@ -255,9 +255,9 @@ def _launch_stream(
     constants = stream_constants(plan, has_bias=bias_N is not None, silu=silu, late=late)
     y_tile = (plan.tile_m // constants["PARTS"], plan.tile_n // 2 if silu else plan.tile_n)
     matmul_stream_kernel[(plan.grid(num_rows, num_outputs, num_inputs),)](
-        _describe(weight_NK, plan.tile_n, plan.tile_k),
-        _describe(x_MK, plan.tile_m, plan.tile_k),
-        _describe(out_MN, *y_tile),
+        describe(weight_NK, plan.tile_n, plan.tile_k),
+        describe(x_MK, plan.tile_m, plan.tile_k),
+        describe(out_MN, *y_tile),
         workspace if bias_N is None else bias_N,
         *(scales or (None, None)),
         workspace,
@@ -284,9 +284,9 @@ def _launch_ring(
 ) -> None:
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
     matmul_ring_kernel[(plan.grid(num_rows, num_outputs, num_inputs),)](
-        _describe(weight_NK, plan.height, plan.tile_k),
-        _describe(x_MK, plan.tile_m, plan.tile_k),
-        _describe(out_MN, *ring_y_tile(plan, silu)),
+        describe(weight_NK, plan.height, plan.tile_k),
+        describe(x_MK, plan.tile_m, plan.tile_k),
+        describe(out_MN, *ring_y_tile(plan, silu)),
         out_MN if bias_N is None else bias_N,
         *(scales or (None, None)),
         num_outputs,
@@ -299,6 +299,6 @@ def _launch_ring(
     )
 
 
-def _describe(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def describe(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     layout = tile_layout(rows, columns, matrix.dtype)
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], layout)
