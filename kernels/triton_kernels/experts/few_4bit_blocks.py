@@ -45,8 +45,8 @@ TIMES_E2M1: gl.constexpr = gl.constexpr(
 
 @gluon.jit
 def times_e2m1(words, first_upper, second_upper, first_lower, second_lower):
-    """As `times`, of e2m1, twice as large, with 64 for each activation more. Bytes are those of what numbers 0 to 3,
-    and 4 to 7, of a word are multiplied with."""
+    """Sums as `times` gives them, of numbers e2m1 twice as large, with 64 for each activation more. Bytes are those of
+    what numbers 0 to 3, and 4 to 7, of a word are multiplied with."""
     w0, w1, w2, w3 = words
     a0, a1, a2, a3 = first_upper
     b0, b1, b2, b3 = second_upper

@@ -19,7 +19,7 @@ AT_ONCE: gl.constexpr = gl.constexpr(512)  # inputs of a warp, 16 a lane
 def load_part(
     weight, outputs, expert, block, is_there, w_row, w_expert, layout: gl.constexpr,
 ):  # fmt: skip
-    """Of a lane's expert the 16 inputs from 16 * `block` on, of all outputs: e4m3 [outputs, 32, 16]."""
+    """Loads of a lane's expert the 16 inputs from 16 * `block` on, of all outputs: e4m3 [outputs, 32, 16]."""
     rows = gl.convert_layout(outputs, gl.SliceLayout(1, gl.SliceLayout(2, layout))).to(gl.int64) * (w_row * 16)
     lanes_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
     starts = gl.convert_layout(expert.to(gl.int64) * (w_expert * 16) + block * 16, lanes_layout)

@@ -186,7 +186,7 @@ def _launch_ring(
     weights_P: torch.Tensor,
     is_gated: bool,
 ) -> None:
-    """Of rows in the order of experts, which have `weights_P`."""
+    """Multiplies rows in the order of experts, whose weights are `weights_P`."""
     num_experts, matrix_rows, num_inputs = weight.values.shape
     assert weight.values.is_contiguous(), "matrices of experts lie apart"
     num_outputs = out.shape[1]
