@@ -21,6 +21,7 @@ from tandem.kernels.experts.plans import (
     FewQuantisedPlan,
     GluonType,
     GroupedPlan,
+    GroupedRingPlan,
     MixturePlan,
     MixtureSizes,
     Routing,
@@ -55,6 +56,7 @@ FORMATS = {
 }  # fmt: skip
 
 Layer = tuple[Stack, Stack]
+Product = FewPlan | FewQuantisedPlan | StreamedPlan | GroupedPlan | GroupedRingPlan
 # tile_n, tile_k, stages, warps of plans worth trying, of gate and up, and of down.
 FEW_ROWS = (
     ((64, 128, 3, 4), (64, 128, 2, 4), (64, 64, 4, 4), (64, 64, 6, 4), (128, 64, 3, 8), (64, 256, 2, 4)),
@@ -99,9 +101,7 @@ E2M1_MANY_ROWS = (
 STREAMED = ((2, 2, 8, 128), (1, 4, 8, 128), (1, 4, 4, 128), (2, 2, 4, 0), (2, 4, 4, 0), (1, 2, 4, 0), (1, 2, 8, 0))
 
 
-def candidates(
-    base: MixturePlan, sizes: MixtureSizes
-) -> list[list[FewPlan | FewQuantisedPlan | GroupedPlan | StreamedPlan]]:
+def candidates(base: MixturePlan, sizes: MixtureSizes) -> list[list[Product]]:
     """Plans worth trying, of both products."""
     if isinstance(base.gate_up, StreamedPlan):
         plans = [StreamedPlan(base.gate_up.tile_m, *each) for each in STREAMED]
@@ -113,6 +113,8 @@ def candidates(
         inputs = (sizes.hidden, sizes.width)
         tried = FP8_ONE_ROW if sizes.bits else ONE_ROW
         return [[FewPlan(*each) for each in some if k % each[1] == 0] for some, k in zip(tried, inputs, strict=True)]
+    if isinstance(base.gate_up, GroupedRingPlan):
+        return [[base.gate_up], [base.down]]
     tile_m, found = base.gate_up.tile_m, []
     few, many = (FP8_FEW_ROWS, FP8_MANY_ROWS) if sizes.bits == 8 else (FEW_ROWS, MANY_ROWS)
     few, many = (E2M1_FEW_ROWS, E2M1_MANY_ROWS) if sizes.is_e2m1 else (few, many)

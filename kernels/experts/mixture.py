@@ -51,7 +51,7 @@ def mixture(
     `num_experts` is then how many there are, here and elsewhere. `clamp`: GPT-OSS's gate in place of SiLU."""
     if not serves(x_TE, ids_Tk, gate_up_XGE, down_XEF, clamp):
         return twins.mixture(x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF, clamp=clamp)
-    plan = choose_plan(len(x_TE), _sizes(x_TE, ids_Tk, down_XEF, clamp), num_experts)
+    plan = choose_plan(len(x_TE), _sizes(x_TE, ids_Tk, gate_up_XGE, down_XEF, clamp), num_experts)
     assert plan is not None
     return run_plan(plan, x_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF, clamp=clamp)
 
@@ -66,7 +66,7 @@ def add_mixture(
 ) -> None:
     """residual += the mixture of the residual normalised, in place and in two launches, for as few tokens as
     `takes_few` says. `norm`: gain [E] and epsilon; statistics and result in fp32."""
-    plan = few_plan(_sizes(residual_TE, ids_Tk, down_XEF))
+    plan = few_plan(_sizes(residual_TE, ids_Tk, gate_up_XGE, down_XEF))
     assert plan is not None, "ask `takes_few` first"
     run_plan(plan, residual_TE, ids_Tk, weights_Tk, gate_up_XGE, down_XEF, norm)
 
@@ -74,7 +74,7 @@ def add_mixture(
 def takes_few(x_TE: torch.Tensor, top_k: int, gate_up_XGE: Stack, down_XEF: Stack) -> bool:
     """Whether `add_mixture` serves up to MOST_FEW_TOKENS tokens like these over these matrices."""
     ids = torch.zeros(1, top_k, dtype=torch.int32, device=x_TE.device)
-    return few_plan(_sizes(x_TE, ids, down_XEF)) is not None and serves(x_TE, ids, gate_up_XGE, down_XEF)
+    return few_plan(_sizes(x_TE, ids, gate_up_XGE, down_XEF)) is not None and serves(x_TE, ids, gate_up_XGE, down_XEF)
 
 
 def serves(
@@ -85,7 +85,7 @@ def serves(
     if not is_fused(x_TE) or not len(x_TE) or x_TE.dtype not in DTYPES:
         return False
     values = [each.values if isinstance(each, StackedWeight) else each for each in (gate_up_XGE, down_XEF)]
-    sizes = _sizes(x_TE, ids_Tk, down_XEF, clamp)
+    sizes = _sizes(x_TE, ids_Tk, gate_up_XGE, down_XEF, clamp)
     if sizes.bits:
         # e4m3 came with 8.9, products of two numbers in bf16 with 8.0; fp16 is too narrow for powers of two, and
         # integers become 16 bit.
@@ -114,14 +114,18 @@ def run_plan(
     return launch(plan, x_TE, ids_Tk.contiguous(), weights_Tk.float().contiguous(), gate_up_XGE, down_XEF, norm, clamp)
 
 
-def _sizes(x_TE: torch.Tensor, ids_Tk: torch.Tensor, down_XEF: Stack, clamp: Clamp | None = None) -> MixtureSizes:
+def _sizes(
+    x_TE: torch.Tensor, ids_Tk: torch.Tensor, gate_up_XGE: Stack, down_XEF: Stack, clamp: Clamp | None = None
+) -> MixtureSizes:
     num_experts, hidden, width = down_XEF.shape
     gluon: GluonType = GLUON_TYPES.get(x_TE.dtype, "") if is_hopper(x_TE.device) else ""
     sizes = MixtureSizes(num_experts, ids_Tk.shape[1], hidden, width, x_TE.element_size(), clamp=clamp)
-    if not isinstance(down_XEF, StackedWeight):  # matrices of experts are loaded as if they were one
-        return sizes._replace(gluon=gluon if down_XEF.is_contiguous() else "")
-    has_bias, is_e2m1 = down_XEF.bias is not None, down_XEF.is_e2m1
-    return sizes._replace(bits=down_XEF.bits, is_e2m1=is_e2m1, group=down_XEF.group, has_bias=has_bias, gluon=gluon)
+    if isinstance(down_XEF, StackedWeight):
+        has_bias, is_e2m1 = down_XEF.bias is not None, down_XEF.is_e2m1
+        return sizes._replace(bits=down_XEF.bits, is_e2m1=is_e2m1, group=down_XEF.group, has_bias=has_bias, gluon=gluon)
+    # Matrices of experts in 16 bits are loaded as if they were one.
+    are_one = all(isinstance(each, torch.Tensor) and each.is_contiguous() for each in (gate_up_XGE, down_XEF))
+    return sizes._replace(gluon=gluon if are_one else "")
 
 
 def _are_aligned(*tensors: torch.Tensor) -> bool:
