@@ -23,7 +23,7 @@ TILES_M = (16, 32, 64, 128)  # pairs of a tile; a guess
 STREAMED_TILES, MOST_STREAMED, MOST_STREAMED_E2M1 = (8, 16), 16, 5
 STREAMED_INPUTS = 128  # of a step
 MOST_FEW_INPUTS = 65536  # of a token's experts that few_4bit.py has room for in shared memory
-RING_GATES, RING_OUTPUTS = 128, 256  # of a tile, of gate and up and of down
+RING_GATES, RING_OUTPUTS = 128, 256  # of a tile, of gate and up and of down; over e4m3 half as many
 FEW_PAIRS = 64  # so few of all experts together are spread over more programs; likewise
 
 
@@ -95,9 +95,8 @@ class GroupedRingPlan(NamedTuple):
     stages: int
 
 
-RING_TILE = GroupedRingPlan(
-    128, 64, 4
-)  # tiles of 64 and 32 pairs take longer: docs/measurements.md#prompts-over-experts
+# Tiles of 64 and 32 pairs take longer: docs/measurements.md#prompts-over-experts
+RING_TILE, RING_TILE_E4M3 = GroupedRingPlan(128, 64, 4), GroupedRingPlan(128, 128, 6)
 
 
 class StreamedPlan(NamedTuple):
@@ -231,11 +230,15 @@ def streamed_plan(tile_m: int, sizes: MixtureSizes, *, is_spread: bool) -> Mixtu
 
 
 def ring_plan(sizes: MixtureSizes) -> MixturePlan | None:
-    """The plan of many rows in 16 bits in Gluon; None: they are stored otherwise, or no tile fits."""
-    if sizes.bits or not sizes.gluon or sizes.has_bias or sizes.clamp:
+    """The plan of many rows in Gluon, in 16 bits or e4m3; None: they are stored otherwise, or no tile fits."""
+    if sizes.bits == 4 or not sizes.gluon or sizes.has_bias or sizes.clamp:
         return None
-    has_whole_tiles = sizes.width % RING_GATES == sizes.hidden % RING_OUTPUTS == sizes.hidden % RING_TILE.tile_k == 0
-    return MixturePlan(RING_TILE, RING_TILE) if has_whole_tiles and sizes.width % RING_TILE.tile_k == 0 else None
+    tile, outputs = (RING_TILE_E4M3, RING_OUTPUTS // 2) if sizes.bits else (RING_TILE, RING_OUTPUTS)
+    if sizes.hidden % outputs or sizes.width % (outputs // 2) or sizes.group % tile.tile_k:
+        return None
+    if any(size % tile.tile_k or (sizes.group and size % sizes.group) for size in (sizes.hidden, sizes.width)):
+        return None
+    return MixturePlan(tile, tile, rounded=bool(sizes.bits))
 
 
 def _few(num_outputs: int, num_inputs: int, tile_n: int, most_inputs: int, group: int) -> FewPlan | None:

@@ -36,6 +36,7 @@ from tandem.kernels.triton_kernels.experts.grouped_ring import (  # noqa: E402
     gather_rows_kernel,
     grouped_ring_kernel,
 )
+from tandem.kernels.triton_kernels.experts.grouped_ring_e4m3 import grouped_ring_e4m3_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.experts.stored import Stored  # noqa: E402
 from tandem.kernels.triton_kernels.experts.streamed import streamed_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.products.matmul_launch import tile_layout  # noqa: E402
@@ -44,6 +45,7 @@ TYPES = {
     "x": "*bf16", "weight": "*bf16", "y": "*bf16", "products": "*bf16", "logits": "*bf16", "bias": "*fp32",
     "weights": "*fp32", "ids": "*i32", "order": "*i32", "tiles": "*i32", "scales": "*fp32", "x_scales": "*fp32",
     "tally": "*i32", "slots": "*i64", "own_counts": "*fp32",
+    "own_scales": "*fp32",
 }  # fmt: skip
 UNUSED = {"zeros": "*fp32", "counts": "*fp32", "alpha": "fp32", "limit": "fp32"}
 QWEN3_30B = MixtureSizes(128, 8, 2048, 768)
@@ -213,6 +215,24 @@ def test_products_of_many_rows_in_gluon_compile(is_gated: bool) -> None:
     assert compiled.metadata.shared <= SHARED_BYTES
 
 
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize("group", [0, 128])
+def test_products_of_many_rows_over_e4m3_in_gluon_compile(group: int, is_gated: bool) -> None:
+    plan = choose_plan(8192, QWEN3_30B_FP8._replace(group=group))
+    assert plan is not None
+    assert plan.rounded
+    product = plan.gate_up
+    assert isinstance(product, GroupedRingPlan)
+    constants = launch_gluon.ring_e4m3_constants(product, torch.bfloat16, group, is_gated=is_gated)
+    tiles = {"w_desc": (launch_gluon.ring_e4m3_box(is_gated=is_gated), 128), "x_desc": (product.tile_m, 128)}
+    types = {**TYPES, **UNUSED, "w_scales": "*fp32"}
+    for name, tile in tiles.items():
+        types[name] = f"tensordesc<fp8e4nv{list(tile)},{tile_layout(*tile, torch.float8_e4m3fn)!r}>"
+    compiled = compile_kernel(grouped_ring_e4m3_kernel, types, constants, source=GluonASTSource)
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= SHARED_BYTES
+
+
 def test_rows_are_multiplied_in_gluon_where_experts_have_many() -> None:
     def takes_ring(num_tokens: int, sizes: MixtureSizes) -> bool:
         plan = choose_plan(num_tokens, sizes)
@@ -223,6 +243,9 @@ def test_rows_are_multiplied_in_gluon_where_experts_have_many() -> None:
     others: tuple[dict[str, Any], ...] = ({"gluon": ""}, {"width": 704}, {"hidden": 1920}, {"has_bias": True})
     for other in others:
         assert not takes_ring(8192, sizes._replace(**other))
+    assert takes_ring(8192, QWEN3_30B_FP8)
+    assert not takes_ring(8192, QWEN3_30B_FP8._replace(group=64))
+    assert not takes_ring(8192, QWEN3_30B_INT4)
 
 
 def test_what_lies_between_products_compiles() -> None:
@@ -234,7 +257,11 @@ def test_what_lies_between_products_compiles() -> None:
     compile_kernel(route.route_kernel, {**TYPES, "factor": "fp32"}, constants)
     compile_kernel(sort.sort_kernel, TYPES, {"BLOCK": sort.MANY_PAIRS, "num_warps": 16})
     compile_kernel(add_up_kernel, TYPES, {"SIZE": 2048, "TOP_K": 8, "BLOCK": 1024, "num_warps": 4})
-    compile_kernel(gather_rows_kernel, {**TYPES, **UNUSED}, {"SIZE": 2880, "BLOCK": 2048, "ROWS": 4, "num_warps": 4})
+    compile_kernel(
+        gather_rows_kernel,
+        {**TYPES, **UNUSED},
+        {"SIZE": 2880, "BLOCK": 2048, "ROWS": 4, "HAS_SCALES": True, "num_warps": 4},
+    )
 
 
 def test_every_number_of_tokens_takes_a_plan_that_was_tried() -> None:

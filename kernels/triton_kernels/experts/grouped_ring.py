@@ -30,8 +30,10 @@ def gather_rows_kernel(
     x,  # [T, SIZE], strides (16 * x_row, 1)
     order,  # int32 [P]: pairs, expert by expert; anything behind those whose experts are here
     counts,  # fp32 [P]
+    x_scales,  # fp32 [T], where HAS_SCALES
     y,  # [P, SIZE] contiguous: the rows of the pairs' tokens
     own_counts,  # fp32 [P]: the counts of the pairs
+    own_scales,  # fp32 [P]: the scales of the pairs' tokens, where HAS_SCALES
     num_tokens,
     num_pairs,
     top_k,
@@ -39,6 +41,7 @@ def gather_rows_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,  # of a program
+    HAS_SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (ceil(P / ROWS),)."""
@@ -48,6 +51,8 @@ def gather_rows_kernel(
     pair = tl.minimum(tl.maximum(tl.load(order + place, mask=is_row, other=0), 0), num_pairs - 1)
     token = tl.minimum(pair // top_k, num_tokens - 1).to(tl.int64)
     tl.store(own_counts + place, tl.load(counts + pair), mask=is_row)
+    if HAS_SCALES:
+        tl.store(own_scales + place, tl.load(x_scales + token), mask=is_row)
     for first in tl.static_range(0, SIZE, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         inside = is_row[:, None] & (columns < SIZE)[None, :]
