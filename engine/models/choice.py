@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import torch
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tandem.engine.models.hf.config import HFConfig
     from tandem.engine.models.hf.model import HFModel
 
+Config = TypeVar("Config", ModelConfig, "HFConfig")
+
 
 def takes_transformers(folder: Path, options: ModelOptions) -> bool:
     """Whether transformers' modules compute this model. Raises ConfigError when they would but aren't installed."""
@@ -41,11 +43,12 @@ def load_config(folder: Path, options: ModelOptions) -> ModelConfig | HFConfig:
     """The configuration of the model in `folder`. Raises CheckpointError for a model that neither can serve."""
     if not takes_transformers(folder, options):
         return _with_quantisation(load_model_config(folder), options.quantization)
-    if options.quantization != "auto":
-        raise ConfigError(f"--quantization {options.quantization}: not for models that run by transformers' modules")
     from tandem.engine.models.hf.config import load_hf_config  # importing this takes seconds
 
-    return load_hf_config(folder)
+    config = load_hf_config(folder)
+    if options.quantization != "auto" and config.encoder is not None:
+        raise ConfigError(f"--quantization {options.quantization}: not for models with an encoder")
+    return _with_quantisation(config, options.quantization)
 
 
 def dtype_of_weights(folder: Path, config: ModelConfig | HFConfig, options: ModelOptions) -> str:
@@ -63,7 +66,7 @@ def dtype_of_weights(folder: Path, config: ModelConfig | HFConfig, options: Mode
     return TORCH_NAMES[max(numbers, key=lambda dtype: numbers[dtype])] if any(numbers.values()) else config.dtype
 
 
-def _with_quantisation(config: ModelConfig, asked: str) -> ModelConfig:
+def _with_quantisation(config: Config, asked: str) -> Config:
     """Raises ConfigError where the checkpoint is not what the option says."""
     found = config.quantisation
     if asked == "auto" or (found is not None and asked == found.method):
@@ -90,7 +93,7 @@ def load_chosen(
     Raises CheckpointError, ConfigError."""
     if isinstance(config, ModelConfig):
         return load_model(folder, config, options, device, dtype, attention_backend, group, on_loaded, expert_group)
-    from tandem.engine.models.hf.loader import load_hf_model
+    from tandem.engine.models.hf.loading.loader import load_hf_model
 
     parts = folder, config, options, device, dtype, attention_backend
     return load_hf_model(*parts, group, on_loaded, expert_group, reads_mtp)
@@ -114,5 +117,10 @@ def check_shares(folder: Path, options: ModelOptions, shard: Shard) -> int:
         from tandem.engine.models.hf.config import read_config
         from tandem.engine.models.hf.parallel import check_plan
 
+        if config.quantisation is not None and size > 1:
+            raise ConfigError(
+                f"--tensor-parallel-size {size}: quantised models that run by transformers' modules aren't shared out; "
+                "leave it out"
+            )
         check_plan(read_config(folder), config.layers, shard)
     return config.num_kv_heads

@@ -133,8 +133,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], tuple[Tensors,
 }
 
 
-def quantised_folders(plain: Path, root: Path, form: str) -> tuple[Path, Path]:
-    """(quantised, twin) of the plain model, below `root`."""
+def quantised_folders(plain: Path, root: Path, form: str, kept: tuple[str, ...] = ()) -> tuple[Path, Path]:
+    """(quantised, twin) of the plain model, below `root`. `kept`: what isn't quantised begins so."""
     if form == "mxfp4":
         return mxfp4_folders(plain, root)
     config, write = FORMATS[form]
@@ -146,7 +146,8 @@ def quantised_folders(plain: Path, root: Path, form: str) -> tuple[Path, Path]:
         for name, tensor in load_file(file).items():
             layer, _, own = name.rpartition(".")
             stored[name] = plainly[name] = tensor
-            if ".layers." in name and own == "weight" and tensor.dim() == 2 and not layer.endswith(LEFT_OUT):
+            is_kept = layer.endswith(LEFT_OUT) or layer.startswith(kept)
+            if ".layers." in name and own == "weight" and tensor.dim() == 2 and not is_kept:
                 tensors, plainly[name] = write(tensor.float())
                 del stored[name]
                 stored |= {f"{layer}.{each}": value for each, value in tensors.items()}

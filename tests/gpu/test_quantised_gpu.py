@@ -9,6 +9,7 @@ import torch
 from gpu_checks import ON_HOPPER, relative_error
 from near_ties import check_against_reference
 from quantised_checkpoints import quantised_folders
+from tiny_hf_models import tiny_hf_model
 from torch.nn import functional
 
 from in_process_cluster import client_of, cuda_pair
@@ -167,9 +168,16 @@ def test_products_are_replayed_in_graphs(kind: str, rows: int) -> None:
         assert torch.equal(out, quantised.linear(x, weight))
 
 
-@pytest.mark.parametrize("form", ["compressed_channel", "fp8_blocks", "awq", "packed"])
-def test_greedy_against_the_dequantised_weights_in_fp32(form: str, tmp_path: Path) -> None:
-    folder, twin = quantised_folders(tiny_model("llama"), tmp_path, form)
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        *(("llama", form) for form in ("compressed_channel", "fp8_blocks", "awq", "packed")),
+        *(("gemma2", form) for form in ("compressed_channel", "awq")),  # by transformers' modules
+    ],
+)
+def test_greedy_against_the_dequantised_weights_in_fp32(kind: str, form: str, tmp_path: Path) -> None:
+    plain = tiny_model(kind) if kind == "llama" else tiny_hf_model(kind)
+    folder, twin = quantised_folders(plain, tmp_path, form)
     nodes = decode, prefill = cuda_pair(folder)
     sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     with client_of(nodes) as client:

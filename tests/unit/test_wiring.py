@@ -37,7 +37,7 @@ SET_FROM_OUTSIDE = {
     "engine/models/hf/config.py": ("transformers", {"pad_token_id"}),
     "engine/models/hf/encoder.py": ("transformers", {"forward", "tandem_cross", "_attn_implementation"}),
     "engine/models/hf/trials/encoder_trial.py": ("transformers", {"_attn_implementation"}),
-    "engine/models/hf/loader.py": ("transformers", {"num_hidden_layers"}),
+    "engine/models/hf/loading/loader.py": ("transformers", {"num_hidden_layers"}),
     "engine/models/hf/low_rank.py": ("transformers", {"forward"}),
     "engine/models/hf/norms.py": ("transformers", {"forward"}),
     "engine/models/hf/rotations.py": ("transformers", {"forward", "__kwdefaults__"}),

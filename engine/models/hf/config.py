@@ -19,19 +19,14 @@ from transformers.utils import logging as transformers_logging
 
 from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.contracts.generation_config import eos_token_ids, read_json_object, token_ids
+from tandem.engine.contracts.weights.quantisation import MXFP4, Quantisation, read_quantisation
 from tandem.engine.contracts.wire.parts import EncoderFacts
 from tandem.engine.models.hf.adapters import ROPE_BY_LENGTH, let_ours_be_named
 from tandem.engine.models.hf.encoder_config import read_encoder
 from tandem.engine.models.hf.layers import LayerNeeds, look_at
 
 DTYPES = ("float32", "bfloat16", "float16")
-REFUSED_IF_SET = {
-    **dict.fromkeys(
-        ("quantization_config", "compression_config"),
-        "quantised weights are not supported for models that run by transformers' modules; use the bf16 checkpoint",
-    ),
-    "auto_map": "code that comes with a model is not run; use a checkpoint whose code is in transformers",
-}
+REFUSED_IF_SET = {"auto_map": "code that comes with a model is not run; use a checkpoint whose code is in transformers"}
 
 
 class HFConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +48,7 @@ class HFConfig(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[LayerNeeds, ...]
     cross_layers: tuple[LayerNeeds, ...] = ()  # the decoder's attention to the output of its encoder
     encoder: EncoderFacts | None = None
+    quantisation: Quantisation | None = None  # of the decoder's linear layers
     rope: None = None  # part of the digest
 
     @property
@@ -93,7 +89,23 @@ def load_hf_config(folder: Path) -> HFConfig:
         layers=found.layers,
         cross_layers=found.cross_layers,
         encoder=encoder,
+        quantisation=_quantisation(folder, raw, is_encoder_decoder=config.is_encoder_decoder),
     )
+
+
+def _quantisation(folder: Path, raw: dict[str, Any], *, is_encoder_decoder: bool) -> Quantisation | None:
+    """Raises CheckpointError for what isn't supported."""
+    try:
+        found = read_quantisation(raw)
+    except ValueError as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+    if found is not None and (found.stored == MXFP4 or is_encoder_decoder):
+        what = "experts in MXFP4" if found.stored == MXFP4 else "an encoder"
+        raise CheckpointError(
+            f"{folder / 'config.json'}: quantised weights are not supported for models with {what} that run by "
+            "transformers' modules; use the bf16 checkpoint"
+        )
+    return found
 
 
 def read_config(folder: Path) -> PreTrainedConfig:

@@ -175,6 +175,10 @@ class HFModel(nn.Module):
             raise ConfigError("--compile goes neither with --tensor-parallel-size nor --enable-lora: leave one out")
         if self.encoder is not None or self.media_encoder is not None:
             raise ConfigError(f"--compile: {self.config.architecture} takes more than text: leave it out")
+        if self.config.quantisation is not None:
+            raise ConfigError(
+                "--compile doesn't go with quantised weights, whose kernels it would not use: leave it out"
+            )
         self._compiled = compiled(self._every_token)
 
     def _every_token(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:

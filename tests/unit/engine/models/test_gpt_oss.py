@@ -93,7 +93,7 @@ def test_who_serves_which_checkpoint(tmp_path: Path) -> None:
     folder, _ = mxfp4_folders(plain, tmp_path)
     assert not is_native(plain)
     assert load_config(plain, ModelOptions(str(plain))).layers[0].has_sinks
-    with pytest.raises(CheckpointError, match="quantised weights are not supported for models that run by transf"):
+    with pytest.raises(CheckpointError, match="quantised weights are not supported for models with experts in MXFP4"):
         load_config(folder, ModelOptions(str(folder), model_impl="transformers"))
 
 

@@ -12,7 +12,7 @@ from tandem.engine.models.hf import experts, norms, rotations, routers
 from tandem.engine.models.hf.attention import NAME
 from tandem.engine.models.hf.config import read_config
 from tandem.engine.models.hf.layers import build_empty
-from tandem.engine.models.hf.loader import _loaded
+from tandem.engine.models.hf.loading.loader import _loaded
 from tandem.engine.models.hf.trials.routes import Routes, routed
 from tandem.kernels.products import fused_ops
 

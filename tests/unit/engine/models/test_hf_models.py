@@ -70,7 +70,7 @@ def test_what_has_attention_or_state_of_its_own_is_refused(family: str) -> None:
     [
         ({"model_type": "no_such_model"}, "transformers can't read it"),
         ({"model_type": "bert"}, "no class of it that generates|not causal|layers"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' are not supported"),
         ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, "is not run"),
         ({"is_encoder_decoder": True}, "no class of it that generates"),
         ({"dtype": "float64"}, "dtype float64"),

@@ -16,8 +16,8 @@ from waiting import PATIENCE_S
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.models.choice import check_shares, load_chosen, load_config
-from tandem.engine.models.hf import loader
 from tandem.engine.models.hf.config import HFConfig
+from tandem.engine.models.hf.loading import loader
 from tandem.engine.models.hf.model import HFModel
 from tandem.engine.models.hf.trials import trial
 from tandem.engine.models.hf.trials.routes import Routes

@@ -19,6 +19,7 @@ from tandem.engine.models.hf.adapters import adapt
 from tandem.engine.models.hf.attention import NAME
 from tandem.engine.models.hf.config import HFConfig, read_config
 from tandem.engine.models.hf.layers import class_of, decoder_of
+from tandem.engine.models.hf.loading.quantised import QuantisedLayers
 from tandem.engine.models.hf.model import HFModel
 from tandem.engine.models.hf.norms import fuse_norms
 from tandem.engine.models.hf.parallel import share_experts_out, share_out
@@ -46,16 +47,21 @@ def load_hf_model(
     fraction of the weights that is there, from 0 to 1. `reads_mtp`: with the layer behind its last, which guesses.
 
     Raises CheckpointError for missing, unknown or misshapen tensors, and for a model of which our attention and its
-    own make different hidden states; ConfigError where there is no layer that guesses, or none that is computed.
+    own make different hidden states; ConfigError where there is no layer that guesses, or none that is computed, and
+    for quantised models with experts.
     """
     if reads_mtp:
         check_hf_mtp(folder, config.architecture, config.num_layers, options.load_format)
+    assert group is None or config.quantisation is None, "ask `check_shares` first"
+    quantised = QuantisedLayers(folder, config.quantisation, options.load_format)
     if options.load_format == "dummy":
         is_whole = group is None and expert_group is None
         causal = _made_up(folder, device if is_whole else torch.device("cpu"), dtype, reads_mtp)
+        quantised.find(causal)
     else:
         stored_tensors(folder)  # a torn shard is named at once
-        causal = _loaded(folder, dtype, reads_mtp)
+        causal = _loaded(folder, dtype, reads_mtp, quantised)
+    quantised.put_in(causal, device, dtype)
     adapt(causal)
     if group is not None:
         needs = config.layers + (config.layers[-1:] if reads_mtp else ())
@@ -97,7 +103,9 @@ def _config_of(folder: Path, reads_mtp: bool) -> Any:
     return config
 
 
-def _loaded(folder: Path, dtype: torch.dtype, reads_mtp: bool = False) -> PreTrainedModel:
+def _loaded(
+    folder: Path, dtype: torch.dtype, reads_mtp: bool = False, quantised: QuantisedLayers | None = None
+) -> PreTrainedModel:
     causal: PreTrainedModel
     found: dict[str, Any]
     config = _config_of(folder, reads_mtp)
@@ -121,6 +129,8 @@ def _loaded(folder: Path, dtype: torch.dtype, reads_mtp: bool = False) -> PreTra
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         said = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{folder}: transformers can't load it: {said}; fetch the model again") from error
+    if quantised is not None:
+        quantised.find(causal)
     for what, why in (
         ("missing_keys", "no shard holds {}; fetch the model again"),
         ("unexpected_keys", "the weights hold {}, which a model of this config.json does not have"),
@@ -128,6 +138,7 @@ def _loaded(folder: Path, dtype: torch.dtype, reads_mtp: bool = False) -> PreTra
     ):
         names = [each if isinstance(each, str) else each[0] for each in found[what]]  # else with its shapes
         wrong = [name for name in names if what != "unexpected_keys" or not name.startswith(others)]
+        wrong = [name for name in wrong if quantised is None or not quantised.explains(name)]
         if wrong:
             raise CheckpointError(f"{folder}: {why.format(min(wrong))}")
     return causal
