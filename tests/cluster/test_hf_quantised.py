@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantised_checkpoints import quantised_folders
+from quantised_checkpoints import FORMATS, quantised_folders
 from safetensors.torch import load_file, save_file
 from split_pair import GREEDY, run_both_ways
 from tiny_adapters import merged, tiny_adapter
@@ -136,6 +136,13 @@ def test_what_is_not_computed_is_refused_by_name(tmp_path: Path) -> None:
         load(folder, quantization="fp8")
     with pytest.raises(ConfigError, match="gpt2: none of its layers can be quantised"):
         load(tiny_hf_model("gpt2"), quantization="fp8")
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    raw = json.loads((tiny_hf_model("olmo2") / "config.json").read_text())
+    raw |= {"intermediate_size": 72, "quantization_config": FORMATS["awq"][0]}
+    (odd / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match="down_proj can't be quantised so: 72 inputs are no whole groups of 32"):
+        load(odd, load_format="dummy")
     says_so = tmp_path / "plain"
     shutil.copytree(tiny_hf_model("olmo2"), says_so)
     path = says_so / "config.json"

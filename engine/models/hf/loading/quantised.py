@@ -56,7 +56,7 @@ class QuantisedLayers:
 
     def find(self, causal: PreTrainedModel) -> None:
         """Finds the layers in the model. Raises CheckpointError for one that is no linear layer of its decoder, and
-        ConfigError for mixtures of experts."""
+        ConfigError for mixtures of experts and for inputs that are no whole groups."""
         if self._how is None:
             return
         prefix, decoder = decoder_of(causal)
@@ -77,6 +77,11 @@ class QuantisedLayers:
             raise ConfigError(f"{causal.config.model_type}: none of its layers can be quantised; use it as it is")
         if len(set(self._module_of.values())) < len(self._module_of):
             raise CheckpointError(f"{self._folder}: layers outside of the decoder are quantised, which isn't supported")
+        for layer, name in self._module_of.items():
+            num_inputs = int(causal.get_submodule(name).in_features)  # type: ignore[arg-type]
+            least = self._how.least_inputs
+            if self._how.bits == 4 and num_inputs % least:
+                raise ConfigError(f"{layer} can't be quantised so: {num_inputs} inputs are no whole groups of {least}")
 
     def explains(self, name: str) -> bool:
         """Whether a tensor that transformers missed, or didn't know, belongs to a quantised layer."""
