@@ -102,7 +102,8 @@ def test_one_process_from_ready_line_to_sigterm(folder: Path, node: StandInNode)
         assert re.search(
             r"^\d{4}-\d\d-\d\d .* INFO tandem\.router\.nodes\.link: node .* is up at tcp:", said, re.MULTILINE
         )
-        assert "uvicorn" not in said
+        # A socket of another test, whose peer had this port before, may still knock: that is a warning.
+        assert "INFO uvicorn" not in said
 
 
 def test_clients_that_only_connect_leave_descriptors_for_a_node_that_restarts(folder: Path, node: StandInNode) -> None:
