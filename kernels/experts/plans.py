@@ -206,8 +206,8 @@ def few_quantised_plan(sizes: MixtureSizes) -> MixturePlan | None:
         return None
     if sizes.bits == 8 and (sizes.has_bias or sizes.clamp):
         return None
-    whole = sizes.group or 1
-    if any(size % whole or size % LANE_INPUTS or whole % 16 not in (0, 1) for size in (sizes.hidden, sizes.width)):
+    whole = max(sizes.group, LANE_INPUTS)
+    if sizes.group % 16 or any(size % whole or size % LANE_INPUTS for size in (sizes.hidden, sizes.width)):
         return None
     return MixturePlan(FewQuantisedPlan(4, 4, 4), FewQuantisedPlan(2, 4 if sizes.bits == 4 else 2, 8))
 

@@ -85,6 +85,11 @@ def overlap(device: torch.device) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True}
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @triton.jit
 def dot(a, b):
     """a [M, K] @ b [K, N] in fp32. The interpreter's bf16 product is wrong, so it multiplies in fp32."""

@@ -14,6 +14,7 @@ from tandem.kernels.triton_kernels.common import (
     INTERPRET,
     check_cache,
     check_tokens,
+    multiprocessors,
     next_power_of_2,
     overlap,
     padded_head_size,
@@ -97,7 +98,7 @@ def num_programs(device: torch.device, num_warps: int) -> int:
     multiprocessors that the launch before leaves first: 1.3 times slower where half as many more fitted."""
     if INTERPRET:
         return 5
-    return WARPS_PER_MULTIPROCESSOR // num_warps * torch.cuda.get_device_properties(device).multi_processor_count
+    return WARPS_PER_MULTIPROCESSOR // num_warps * multiprocessors(device)
 
 
 def plan_decode(

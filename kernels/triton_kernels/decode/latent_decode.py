@@ -22,6 +22,7 @@ from tandem.kernels.triton_kernels.common import (
     cdiv,
     check_cache,
     dot,
+    multiprocessors,
     overlap,
     padded_head_size,
 )
@@ -237,7 +238,7 @@ def num_latent_programs(device: torch.device, num_warps: int) -> int:
     """Programs that run at once, by their registers and shared memory: docs/measurements.md#latent-attention."""
     if INTERPRET:
         return 5
-    return 8 // num_warps * torch.cuda.get_device_properties(device).multi_processor_count
+    return 8 // num_warps * multiprocessors(device)
 
 
 def plan_latents(seq_lens: torch.Tensor, constants: dict[str, int], programs: int = 0) -> DecodePlan:

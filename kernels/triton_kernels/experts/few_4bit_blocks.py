@@ -11,6 +11,8 @@ from tandem.kernels.triton_kernels.products.matmul_rows_int4 import in_fours, in
 
 # Of a word of e2m1: a byte each of its numbers, twice as large and 64 more, which is 0 to 127: those above 0 are looked
 # up by their code, those below by the code with the other sign, since a selector with the sign gives 0 for such bytes.
+# Sums are those of numbers twice as large, with 64 for each activation more; bytes of activations are those of what
+# numbers 0 to 3, and 4 to 7, of a word are multiplied with.
 _OF_WORD = """xor.b32 m, ${word}, 0x88888888;
         prmt.b32 p, q, r, ${word};
         prmt.b32 n, s, t, m;
@@ -41,23 +43,6 @@ TIMES_E2M1: gl.constexpr = gl.constexpr(
     )
     + "mad.lo.s32 $0, a, 256, b; }"
 )  # fmt: skip
-
-
-@gluon.jit
-def times_e2m1(words, first_upper, second_upper, first_lower, second_lower):
-    """Sums as `times` gives them, of numbers e2m1 twice as large, with 64 for each activation more. Bytes are those of
-    what numbers 0 to 3, and 4 to 7, of a word are multiplied with."""
-    w0, w1, w2, w3 = words
-    a0, a1, a2, a3 = first_upper
-    b0, b1, b2, b3 = second_upper
-    c0, c1, c2, c3 = first_lower
-    d0, d1, d2, d3 = second_lower
-    return gl.inline_asm_elementwise(
-        TIMES_E2M1,
-        "=&r," + "r,r,r,r," * 4 + "r,r,r,r",
-        [w0, w1, w2, w3, a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3],
-        gl.int32, True, 1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -164,7 +149,7 @@ def add_blocks(total, numbers, scale, zero, room, x_layout: gl.constexpr, first:
     unit = units.slice(first, 32).load(of_lanes)[None, :]
     plain = plains.slice(first, 32).load(of_lanes)[None, :]
     if E2M1:
-        sums = times_e2m1(words, even_upper, odd_upper, even_lower, odd_lower).to(gl.float32)
+        sums = times(words, even_upper, odd_upper, even_lower, odd_lower, TIMES_E2M1).to(gl.float32)
         power = (scale.to(gl.int32) << 23).to(gl.float32, bitcast=True)
         return total + (sums * unit - 64.0 * plain) * (0.5 * power)
     else:

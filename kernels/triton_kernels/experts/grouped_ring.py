@@ -63,11 +63,14 @@ def gather_rows_kernel(
 @gluon.jit
 def load_tiles(
     w_desc, x_desc, w_ring, x_ring, ready, empty, tiles, num_tiles, tiles_n, k_tiles, num_outputs, up,
-    TILE_K: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+    HEIGHT: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp."""
-    BYTES: gl.constexpr = 2 * WARPGROUPS * w_desc.block_type.nbytes + x_desc.block_type.nbytes
-    OUTPUTS: gl.constexpr = BOX if GATED else HEIGHT  # of a warpgroup
+    """The loading warp. A warpgroup's HEIGHT rows are loaded in boxes; of GATED boxes of gates and of ups take
+    turns."""
+    BOX: gl.constexpr = w_desc.block_type.shape[0]
+    BOXES: gl.constexpr = HEIGHT // BOX
+    BYTES: gl.constexpr = BOXES * WARPGROUPS * w_desc.block_type.nbytes + x_desc.block_type.nbytes
+    OUTPUTS: gl.constexpr = HEIGHT // 2 if GATED else HEIGHT  # of a warpgroup
     gdc_wait()
     step = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -81,10 +84,10 @@ def load_tiles(
                 mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
                 mbarrier.expect(barrier, BYTES)
                 for group in gl.static_range(WARPGROUPS):
-                    own = row + group * OUTPUTS
-                    w_tile = w_ring.index(slot * WARPGROUPS + group)
-                    copy_in(w_desc, [own, column], barrier, w_tile.slice(0, BOX, dim=0))
-                    copy_in(w_desc, [own + (up if GATED else BOX), column], barrier, w_tile.slice(BOX, BOX, dim=0))
+                    for box in gl.static_range(BOXES):
+                        own = row + group * OUTPUTS + (box // 2 * BOX + box % 2 * up if GATED else box * BOX)
+                        w_tile = w_ring.index(slot * WARPGROUPS + group).slice(box * BOX, BOX, dim=0)
+                        copy_in(w_desc, [own, column], barrier, w_tile)
                 copy_in(x_desc, [first, column], barrier, x_ring.index(slot))
                 step += 1
 
@@ -216,7 +219,7 @@ def grouped_ring_kernel(
             )),
             (load_tiles, (
                 w_desc, x_desc, w_ring, x_ring, ready, empty, tiles, num_tiles, tiles_n, k_tiles, num_outputs, up,
-                TILE_K, STAGES, GATED,
+                HEIGHT, TILE_K, STAGES, GATED,
             )),
         ],
         [4, 1], [GROUP_REGISTERS, LOADER_REGISTERS],

@@ -13,42 +13,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.triton_kernels.experts.grouped_ring import WARPGROUPS, places_of, sigmoid, store_rows
-from tandem.kernels.triton_kernels.products.matmul_ring import copy_in, make_barriers
+from tandem.kernels.triton_kernels.experts.grouped_ring import WARPGROUPS, load_tiles, places_of, sigmoid, store_rows
+from tandem.kernels.triton_kernels.products.matmul_ring import make_barriers
 
 HEIGHT: gl.constexpr = gl.constexpr(64)  # rows of the matrix that a warpgroup multiplies with
 TILE_K: gl.constexpr = gl.constexpr(128)
-
-
-@gluon.jit
-def load_tiles(
-    w_desc, x_desc, w_ring, x_ring, ready, empty, tiles, num_tiles, tiles_n, k_tiles, num_outputs, up,
-    STAGES: gl.constexpr, GATED: gl.constexpr,
-):  # fmt: skip
-    """The loading warp."""
-    BOX: gl.constexpr = w_desc.block_type.shape[0]
-    BOXES: gl.constexpr = HEIGHT // BOX
-    BYTES: gl.constexpr = BOXES * WARPGROUPS * w_desc.block_type.nbytes + x_desc.block_type.nbytes
-    OUTPUTS: gl.constexpr = HEIGHT // 2 if GATED else HEIGHT  # of a warpgroup
-    gdc_wait()
-    step = 0
-    for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        tile = tiles + number // tiles_n * 4
-        expert, first, num_rows = gl.load(tile), gl.load(tile + 1), gl.load(tile + 2)
-        if num_rows > 0:
-            row = expert * num_outputs + number % tiles_n * (WARPGROUPS * OUTPUTS)
-            for k_tile in range(k_tiles):
-                slot = step % STAGES
-                barrier, column = ready.index(slot), k_tile * TILE_K
-                mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
-                mbarrier.expect(barrier, BYTES)
-                for group in gl.static_range(WARPGROUPS):
-                    for box in gl.static_range(BOXES):
-                        own = row + group * OUTPUTS + (box // 2 * BOX + box % 2 * up if GATED else box * BOX)
-                        w_tile = w_ring.index(slot * WARPGROUPS + group).slice(box * BOX, BOX, dim=0)
-                        copy_in(w_desc, [own, column], barrier, w_tile)
-                copy_in(x_desc, [first, column], barrier, x_ring.index(slot))
-                step += 1
 
 
 @gluon.jit
@@ -150,7 +119,7 @@ def grouped_ring_e4m3_kernel(
             )),
             (load_tiles, (
                 w_desc, x_desc, w_ring, x_ring, ready, empty, tiles, num_tiles, tiles_n, k_tiles, num_outputs, up,
-                STAGES, GATED,
+                HEIGHT, TILE_K, STAGES, GATED,
             )),
         ],
         [4, 1], [GROUP_REGISTERS, LOADER_REGISTERS],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from tandem.kernels.experts.plans import (
 )
 from tandem.kernels.products.fused_ops import quantise_rows
 from tandem.kernels.products.quantised_weight import FP8
-from tandem.kernels.triton_kernels.common import cdiv, next_power_of_2, overlap
+from tandem.kernels.triton_kernels.common import cdiv, multiprocessors, next_power_of_2, overlap
 from tandem.kernels.triton_kernels.experts.few_4bit import few_4bit_down_kernel, few_4bit_gate_up_kernel
 from tandem.kernels.triton_kernels.experts.few_8bit import few_8bit_down_kernel, few_8bit_gate_up_kernel
 from tandem.kernels.triton_kernels.experts.grouped_ring import BOX, gather_rows_kernel, grouped_ring_kernel
@@ -28,11 +27,6 @@ from tandem.kernels.triton_kernels.experts.streamed import streamed_kernel
 from tandem.kernels.triton_kernels.products.matmul_launch import describe, tile_layout
 
 MOST_COLUMNS, GATHERED_ROWS = 2048, 4  # that a program gathers at once; guesses
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def few_quantised_constants(plan: FewQuantisedPlan, weight: Stored, num_inputs: int, all_inputs: int) -> dict[str, Any]:
@@ -124,34 +118,15 @@ def multiply(
         return
     assert isinstance(plan.gate_up, GroupedRingPlan), f"{plan} mixes ways"
     assert isinstance(plan.down, GroupedRingPlan), f"{plan} mixes ways"
+    rows_TE, scales_T1, rows_PE = x_TE, None, products_PE  # what down makes takes their place
     if plan.rounded:
-        _multiply_rounded(plan.gate_up, x_TE, order, tiles, weights_Tk, gate_up, down, activated_PF, products_PE)
-        return
-    rows_PE = products_PE  # what down makes takes their place
-    weights_P, _ = _gather_rows(x_TE, order, weights_Tk, rows_PE)
+        rows_TE, scales_T1 = quantise_rows(x_TE)
+        rows_PE = products_PE.view(FP8).flatten()[: products_PE.numel()].view(products_PE.shape)
+    weights_P, scales_P = _gather_rows(rows_TE, order, weights_Tk, rows_PE, scales_T1)
     common = {"order": order, "tiles": tiles, "weights_P": weights_P}
-    _launch_ring(plan.gate_up, rows_PE, gate_up, activated_PF, **common, is_gated=True)
-    _launch_ring(plan.down, activated_PF, down, products_PE, **common, is_gated=False)
-
-
-def _multiply_rounded(
-    plan: GroupedRingPlan,
-    x_TE: torch.Tensor,
-    order: torch.Tensor,
-    tiles: torch.Tensor,
-    weights_Tk: torch.Tensor,
-    gate_up: Stored,
-    down: Stored,
-    activated_PF: torch.Tensor,
-    products_PE: torch.Tensor,
-) -> None:
-    rounded_TE, scales_T1 = quantise_rows(x_TE)
-    rows_PE = products_PE.view(FP8).flatten()[: products_PE.numel()].view(products_PE.shape)
-    weights_P, scales_P = _gather_rows(rounded_TE, order, weights_Tk, rows_PE, scales_T1)
-    common: dict[str, Any] = {"order": order, "tiles": tiles, "weights_P": weights_P}
-    _launch_ring_e4m3(plan, rows_PE, scales_P, gate_up, activated_PF, **common, is_gated=True)
-    rounded_PF, scales_P1 = quantise_rows(activated_PF)
-    _launch_ring_e4m3(plan, rounded_PF, scales_P1, down, products_PE, **common, is_gated=False)
+    _launch_ring(plan.gate_up, rows_PE, scales_P, gate_up, activated_PF, **common, is_gated=True)
+    rows_PF, scales_P1 = quantise_rows(activated_PF) if plan.rounded else (activated_PF, None)
+    _launch_ring(plan.down, rows_PF, scales_P1, down, products_PE, **common, is_gated=False)
 
 
 def _launch_streamed(
@@ -185,14 +160,15 @@ def _gather_rows(
     order: torch.Tensor,
     weights_Tk: torch.Tensor,
     rows_PE: torch.Tensor,
-    scales_T1: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scales_T1: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Fills rows with those of the tokens of pairs, in their order; -> the pairs' weights and scales, fp32 [P]."""
     (num_pairs, hidden), top_k = rows_PE.shape, weights_Tk.shape[1]
     weights_P = torch.empty(num_pairs, dtype=torch.float32, device=x_TE.device)
-    scales_P = weights_P if scales_T1 is None else torch.empty_like(weights_P)
+    scales_P = None if scales_T1 is None else torch.empty_like(weights_P)
     gather_rows_kernel[(cdiv(num_pairs, GATHERED_ROWS),)](
-        x_TE, order, weights_Tk, weights_P if scales_T1 is None else scales_T1, rows_PE, weights_P, scales_P,
+        x_TE, order, weights_Tk, weights_P if scales_T1 is None else scales_T1, rows_PE, weights_P,
+        weights_P if scales_P is None else scales_P,
         len(x_TE), num_pairs, top_k, x_TE.stride(0) // 16, SIZE=hidden,
         BLOCK=min(MOST_COLUMNS, next_power_of_2(hidden)), ROWS=GATHERED_ROWS, HAS_SCALES=scales_T1 is not None,
         num_warps=4, **overlap(x_TE.device),
@@ -202,42 +178,19 @@ def _gather_rows(
 
 def ring_constants(plan: GroupedRingPlan, dtype: torch.dtype, *, is_gated: bool) -> dict[str, Any]:
     y_tile = (plan.tile_m, RING_GATES // 2) if is_gated else (plan.tile_m // 2, RING_OUTPUTS // 2)
-    return {
-        "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "STAGES": plan.stages, "GATED": is_gated,
-        "y_layout": tile_layout(*y_tile, dtype), "GROUP_REGISTERS": 232, "LOADER_REGISTERS": 40, "num_warps": 4,
-    }  # fmt: skip
-
-
-def _launch_ring(
-    plan: GroupedRingPlan,
-    rows: torch.Tensor,
-    weight: Stored,
-    out: torch.Tensor,
-    *,
-    order: torch.Tensor,
-    tiles: torch.Tensor,
-    weights_P: torch.Tensor,
-    is_gated: bool,
-) -> None:
-    """Multiplies rows in the order of experts, whose weights are `weights_P`."""
-    num_experts, matrix_rows, num_inputs = weight.values.shape
-    assert weight.values.is_contiguous(), "matrices of experts lie apart"
-    num_outputs = out.shape[1]
-    tiles_n = num_outputs // (RING_GATES if is_gated else RING_OUTPUTS)
-    num_tiles = len(tiles) * tiles_n
-    grouped_ring_kernel[(min(num_tiles, multiprocessors(out.device)),)](
-        describe(weight.values.view(num_experts * matrix_rows, num_inputs), BOX.value, plan.tile_k),
-        describe(rows, plan.tile_m, plan.tile_k), out, order, tiles, weights_P,
-        num_tiles, tiles_n, num_inputs // plan.tile_k, matrix_rows, num_outputs, out.stride(0) // 16,
-        launch_pdl=True, **ring_constants(plan, out.dtype, is_gated=is_gated),
-    )  # fmt: skip
+    return {"TILE_K": plan.tile_k, **_both_rings(plan, y_tile, dtype, is_gated=is_gated)}
 
 
 def ring_e4m3_constants(plan: GroupedRingPlan, dtype: torch.dtype, group: int, *, is_gated: bool) -> dict[str, Any]:
-    height: int = HEIGHT.value
+    y_tile = plan.tile_m, (RING_GATES if is_gated else RING_OUTPUTS) // 4
+    return {"GROUP": group, **_both_rings(plan, y_tile, dtype, is_gated=is_gated)}
+
+
+def _both_rings(
+    plan: GroupedRingPlan, y_tile: tuple[int, int], dtype: torch.dtype, *, is_gated: bool
+) -> dict[str, Any]:
     return {
-        "TILE_M": plan.tile_m, "STAGES": plan.stages, "GROUP": group, "GATED": is_gated,
-        "y_layout": tile_layout(plan.tile_m, height // 2 if is_gated else height, dtype),
+        "TILE_M": plan.tile_m, "STAGES": plan.stages, "GATED": is_gated, "y_layout": tile_layout(*y_tile, dtype),
         "GROUP_REGISTERS": 232, "LOADER_REGISTERS": 40, "num_warps": 4,
     }  # fmt: skip
 
@@ -247,10 +200,10 @@ def ring_e4m3_box(*, is_gated: bool) -> int:
     return 8 if is_gated else int(HEIGHT.value)
 
 
-def _launch_ring_e4m3(
+def _launch_ring(
     plan: GroupedRingPlan,
     rows: torch.Tensor,
-    scales_P: torch.Tensor,
+    scales_P: torch.Tensor | None,
     weight: Stored,
     out: torch.Tensor,
     *,
@@ -259,16 +212,24 @@ def _launch_ring_e4m3(
     weights_P: torch.Tensor,
     is_gated: bool,
 ) -> None:
-    """Multiplies rows in e4m3, in the order of experts, which have `scales_P` and `weights_P`."""
+    """Multiplies rows in the order of experts, whose weights are `weights_P`; over e4m3 they are rounded and have
+    scales."""
     num_experts, matrix_rows, num_inputs = weight.values.shape
     assert weight.values.is_contiguous(), "matrices of experts lie apart"
-    num_outputs = out.shape[1]
-    tiles_n = num_outputs // (HEIGHT.value if is_gated else 2 * HEIGHT.value)
+    matrix, num_outputs = weight.values.view(num_experts * matrix_rows, num_inputs), out.shape[1]
+    x_desc, of_tile = describe(rows, plan.tile_m, plan.tile_k), RING_GATES if is_gated else RING_OUTPUTS
+    tiles_n = num_outputs // (of_tile if scales_P is None else of_tile // 2)
     num_tiles = len(tiles) * tiles_n
-    matrix = weight.values.view(num_experts * matrix_rows, num_inputs)
-    grouped_ring_e4m3_kernel[(min(num_tiles, multiprocessors(out.device)),)](
-        describe(matrix, ring_e4m3_box(is_gated=is_gated), plan.tile_k), describe(rows, plan.tile_m, plan.tile_k),
-        out, order, tiles, weight.scales, scales_P, weights_P,
-        num_tiles, tiles_n, num_inputs // plan.tile_k, matrix_rows, num_outputs, out.stride(0) // 16,
-        launch_pdl=True, **ring_e4m3_constants(plan, out.dtype, weight.group, is_gated=is_gated),
-    )  # fmt: skip
+    grid = (min(num_tiles, multiprocessors(out.device)),)
+    sizes = num_tiles, tiles_n, num_inputs // plan.tile_k, matrix_rows, num_outputs, out.stride(0) // 16
+    if scales_P is None:
+        grouped_ring_kernel[grid](
+            describe(matrix, BOX.value, plan.tile_k), x_desc, out, order, tiles, weights_P, *sizes,
+            launch_pdl=True, **ring_constants(plan, out.dtype, is_gated=is_gated),
+        )  # fmt: skip
+    else:
+        grouped_ring_e4m3_kernel[grid](
+            describe(matrix, ring_e4m3_box(is_gated=is_gated), plan.tile_k), x_desc, out, order, tiles, weight.scales,
+            scales_P, weights_P, *sizes,
+            launch_pdl=True, **ring_e4m3_constants(plan, out.dtype, weight.group, is_gated=is_gated),
+        )  # fmt: skip

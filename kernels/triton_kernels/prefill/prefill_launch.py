@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tandem.kernels.api.spec import Reach
+from tandem.kernels.triton_kernels.common import multiprocessors
 from tandem.kernels.triton_kernels.prefill.prefill_hopper import prefill_hopper_kernel
 from tandem.kernels.triton_kernels.prefill.prefill_loads import COLUMNS, HALF, ITEM_FIELDS, QUERY_TILE
 
@@ -173,11 +174,6 @@ def hopper_constants(
     }  # fmt: skip
 
 
-@functools.cache
-def _num_programs(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def launch_prefill(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -225,7 +221,7 @@ def launch_prefill(
         reach.size, block_tables.stride(0),
         tiles.block_units, tiles.head_units, tiles.value_units, *constants.values(),
     )  # fmt: skip
-    grid = (min(num_items, _num_programs(device)), 1, 1)
+    grid = (min(num_items, multiprocessors(device)), 1, 1)
     variant = (device, dtype, head_size, *constants.values())
     compiled = _compiled.get(variant)
     if compiled is None:

@@ -110,16 +110,17 @@ def in_lanes(numbers, layout: gl.constexpr):
 
 
 @gluon.jit
-def times(words, even_upper, odd_upper, even_lower, odd_lower):
+def times(words, even_upper, odd_upper, even_lower, odd_lower, CODE: gl.constexpr = TIMES):
     """Sums in int32 of the 32 numbers of four words times activations of 16 bits, bytes of which are as `in_integers`
-    gives them. All come in fours. A word's odd numbers stay where they are, so what they give is divided by 16."""
+    gives them. All come in fours. A word's odd numbers stay where they are, so what they give is divided by 16. `CODE`:
+    instructions for numbers of another kind."""
     w0, w1, w2, w3 = words
     a0, a1, a2, a3 = even_upper
     b0, b1, b2, b3 = odd_upper
     c0, c1, c2, c3 = even_lower
     d0, d1, d2, d3 = odd_lower
     return gl.inline_asm_elementwise(
-        TIMES,
+        CODE,
         "=&r," + "r,r,r,r," * 4 + "r,r,r,r",
         [w0, w1, w2, w3, a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3],
         gl.int32, True, 1,
