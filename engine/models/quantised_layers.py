@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
 from tandem.engine.contracts.model_config import ModelConfig
-from tandem.engine.contracts.weights.quantisation import MXFP4
+from tandem.engine.contracts.weights.quantisation import MXFP4, Quantisation
 from tandem.engine.models import dummy_weights, packed_experts
 from tandem.engine.models.layers.basic import Linear
 from tandem.engine.models.mixture_layer import StackedExperts, expert_layers
@@ -96,19 +97,31 @@ def fill(
         return
     config, shard = model.config, model.shard
     with ExitStack() as stack:
-        files = {
-            path: stack.enter_context(_opened(str(path))) for path in sorted({one.path for one in stored.values()})
-        }
+        files = opened(stored, stack)
         for layer, own in layers_of(model).items():
-            names = [f"{layer}.{each}" for each in needed_tensors(how, 1, 1) if f"{layer}.{each}" in stored]
-            try:
-                tensors = {
-                    name.rpartition(".")[2]: files[stored[name].path].get_tensor(name).to(device) for name in names
-                }
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"can't read {layer}: {error}; the file is torn, fetch it again") from error
+            tensors = tensors_of(how, layer, stored, files, device)
             own.copy_(_cut(weight_of(how, layer, tensors, own.scales.dtype), layer, config, shard))
             on_filled()
+
+
+def opened(stored: Mapping[str, StoredTensor], stack: ExitStack) -> dict[Path, safe_open]:
+    """The files that hold the tensors, until the stack ends. Raises CheckpointError."""
+    return {path: stack.enter_context(_opened(str(path))) for path in sorted({one.path for one in stored.values()})}
+
+
+def tensors_of(
+    how: Quantisation,
+    layer: str,
+    stored: Mapping[str, StoredTensor],
+    files: Mapping[Path, safe_open],
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """What is stored of a quantised layer, by names below its own. Raises CheckpointError."""
+    names = [f"{layer}.{each}" for each in needed_tensors(how, 1, 1) if f"{layer}.{each}" in stored]
+    try:
+        return {name.rpartition(".")[2]: files[stored[name].path].get_tensor(name).to(device) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"can't read {layer}: {error}; the file is torn, fetch it again") from error
 
 
 def fill_with_noise(model: HasLayers, whole: HasLayers, dtype: torch.dtype, device: torch.device) -> None:

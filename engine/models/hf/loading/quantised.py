@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.engine.contracts.errors import CheckpointError, ConfigError
 from tandem.engine.contracts.weights.quantisation import MADE, Quantisation
 from tandem.engine.models.hf.layers import decoder_of
-from tandem.engine.models.quantised_layers import scale_dtype
+from tandem.engine.models.quantised_layers import opened, scale_dtype, tensors_of
 from tandem.engine.models.stored_layers import made_of, needed_tensors, weight_of
 from tandem.engine.models.weights import StoredTensor, stored_tensors
 from tandem.kernels.products.matmul import linear
@@ -48,10 +47,9 @@ class QuantisedLayers:
 
     def __init__(self, folder: Path, how: Quantisation | None, load_format: str) -> None:
         self._folder, self._how = folder, how
-        self._is_made_up = load_format == "dummy"
         self._stored: dict[str, StoredTensor] = {}
         self._module_of: dict[str, str] = {}  # name in the checkpoint -> within the model
-        if how is not None and not self._is_made_up and how.stored != MADE:
+        if how is not None and load_format != "dummy" and how.stored != MADE:
             self._stored = stored_tensors(folder)
 
     def find(self, causal: PreTrainedModel) -> None:
@@ -94,11 +92,12 @@ class QuantisedLayers:
             return
         kept = scale_dtype(self._stored) if self._stored else dtype
         with ExitStack() as stack:
-            files: dict[Path, Any] = {}
+            files = opened(self._stored, stack)
             for layer, name in self._module_of.items():
                 module: Any = causal.get_submodule(name)
                 if self._stored:
-                    tensors = self._read(layer, (module.out_features, module.in_features), files, stack, device)
+                    self._check(layer, (module.out_features, module.in_features))
+                    tensors = tensors_of(self._how, layer, self._stored, files, device)
                     weight = weight_of(self._how, layer, tensors, kept)
                 else:
                     weight = made_of(self._how, module.weight.data.to(device), kept)
@@ -122,26 +121,14 @@ class QuantisedLayers:
             )
         return max(found, key=len)
 
-    def _read(
-        self, layer: str, shape: tuple[int, int], files: dict[Path, Any], stack: ExitStack, device: torch.device
-    ) -> dict[str, torch.Tensor]:
+    def _check(self, layer: str, shape: tuple[int, int]) -> None:
         assert self._how is not None
-        tensors = {}
         for own, needed in needed_tensors(self._how, *shape).items():
             one = self._stored.get(f"{layer}.{own}")
-            if one is None and needed.is_optional:
-                continue
-            if one is None:
+            if one is None and not needed.is_optional:
                 raise CheckpointError(f"{self._folder}: no shard holds {layer}.{own}; fetch the model again")
-            if one.shape not in needed.shapes or one.dtype not in needed.dtypes:
+            if one is not None and (one.shape not in needed.shapes or one.dtype not in needed.dtypes):
                 raise CheckpointError(
                     f"{one.path}: {layer}.{own} is {one.dtype} {list(one.shape)}, which quantization_config in "
                     "config.json doesn't say; config and weights don't belong together"
                 )
-            try:
-                if one.path not in files:
-                    files[one.path] = stack.enter_context(safe_open(str(one.path), framework="pt", device="cpu"))
-                tensors[own] = files[one.path].get_tensor(f"{layer}.{own}").to(device)
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"can't read {layer}: {error}; the file is torn, fetch it again") from error
-        return tensors
